@@ -1,0 +1,52 @@
+# The project's commands; `make help` lists them. Each sets up what it needs, so any of them may be the first.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup sft test test-unit lint format bench lock clean distclean
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+BIN := .venv/bin
+RUN :=
+PYTEST_ARGS :=
+
+# Packages and modules from elsewhere must not shadow those in .venv.
+unexport PYTHONPATH PYTHONHOME
+
+help: ## show this list
+	@echo "Usage: make TARGET"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## create .venv with the pinned packages; returns at once when it is up to date
+	@scripts/setup_env.sh
+
+sft: setup ## fine-tune a pretrained chat model on 2 local ranks and compare it before/after (RUN=FOLDER)
+	@scripts/quick_start.sh $(if $(RUN),"$(RUN)")
+
+test: setup ## run all tests (PYTEST_ARGS="-k name" for some of them)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-unit: setup ## run the tests that start no other process, under a minute
+	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+lint: setup ## check Python and shell style; changes nothing
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@if command -v shellcheck >/dev/null; then find .ci/run scripts -type f \( -name '*.sh' -o -path .ci/run \) \
+	    -print0 | xargs -0 shellcheck; else echo "lint: shellcheck is not installed; shell scripts not checked"; fi
+
+format: setup ## rewrite the Python files as `make lint` wants them
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup ## time one training step against transformers with torch's AdamW
+	@$(BIN)/python scripts/bench_step.py
+
+lock: ## write requirements.lock anew, from the newest versions pyproject.toml allows
+	@VENV=.venv-lock scripts/setup_env.sh --lock
+
+clean: ## remove caches and build leftovers; keeps .venv, models/ and runs/
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis .venv-lock ./*.egg-info
+	@find megatron_ext tests scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## remove .venv and downloaded models too; keeps runs/
+	@rm -rf .venv models

@@ -1,0 +1,362 @@
+"""Saves a run in Megatron's torch_dist layout and resumes it, also under another layout.
+
+On disk: `iter_0000012/` per checkpoint and `latest_checkpointed_iteration.txt`, which moves only after everything else
+is written. Each checkpoint carries `run.json`: what has to agree before anything is loaded, readable without torch.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.config import Config
+from megatron_ext.data import TrainLoader
+from megatron_ext.models.factory import finish_parameter_gathers
+from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.parallel import ParallelContext
+
+LATEST = "latest_checkpointed_iteration.txt"
+RUN_FILE = "run.json"
+FORMAT = 1
+
+
+def checkpoint_directory(root: Path, iteration: int) -> Path:
+    return root / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: Path) -> int | None:
+    """The newest complete checkpoint under `root`, None if there is none.
+
+    Raises:
+        ValueError: the pointer file is there but does not hold a number, or points at nothing.
+    """
+    pointer = root / LATEST
+    if not pointer.exists():
+        return None
+    text = pointer.read_text(encoding="utf-8").strip()
+    if not text.isdecimal():
+        raise ValueError(f"{pointer} holds {text!r}, not an iteration; write the number of a checkpoint into it")
+    iteration = int(text)
+    if not (checkpoint_directory(root, iteration) / RUN_FILE).exists():
+        raise ValueError(
+            f"{pointer} names iteration {iteration}, but {checkpoint_directory(root, iteration)} is not a complete "
+            f"checkpoint of this project; write the number of another checkpoint into {LATEST}"
+        )
+    return iteration
+
+
+def _identity(hf: HFConfig) -> dict[str, Any]:
+    """What makes two models the same for a checkpoint: the architecture and its sizes, not where it came from."""
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_layers",
+        "num_attention_heads",
+        "num_query_groups",
+        "head_dim",
+        "tied",
+        "layernorm_epsilon",
+    ]
+    sizes = {name: getattr(hf, name) for name in names}
+    return {"architecture": hf.family.architecture, **sizes, "rope_parameters": dict(hf.rope_parameters)}
+
+
+def _training_settings(config: Config) -> dict[str, Any]:
+    """What determines the loss curve. The layout, the micro-batch size and the logging are free to change."""
+    optimizer = config.optimizer.model_dump()
+    optimizer["lr_decay_iters"] = config.lr_decay_iters
+    settings: dict[str, Any] = {f"optimizer.{name}": value for name, value in optimizer.items()}
+    settings |= {f"losses.{name}": loss.model_dump() for name, loss in config.losses.items()}
+    for section, names in {
+        "training": ("global_batch_size", "seed", "bf16"),
+        "model": ("attention_dropout", "hidden_dropout"),
+    }.items():
+        values = getattr(config, section).model_dump()
+        settings |= {f"{section}.{name}": values[name] for name in names}
+    return settings
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | current.keys())
+    absent = "absent"
+    return [
+        f"{name} was {saved.get(name, absent)} and is now {current.get(name, absent)}"
+        for name in names
+        if saved.get(name, absent) != current.get(name, absent)
+    ]
+
+
+def read_run_file(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself.
+
+    Raises:
+        ValueError: the file is missing, damaged, or of a newer format.
+    """
+    path = directory / RUN_FILE
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        version = run["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {directory} is not a complete checkpoint") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version}, this version reads {FORMAT}; use the version that wrote it")
+    return run
+
+
+def check_load(config: Config, hf: HFConfig) -> None:
+    """Refuse a checkpoint that does not belong to this model and these settings. Needs no process group.
+
+    Raises:
+        ValueError: naming every difference.
+    """
+    if config.checkpoint.load is None:
+        return
+    root = Path(config.checkpoint.load)
+    iteration = latest_iteration(root)
+    if iteration is None:
+        raise ValueError(f"checkpoint.load {root} holds no checkpoint ({LATEST} is missing); give the folder of a run")
+    run = read_run_file(checkpoint_directory(root, iteration))
+    different = _differences(run["model"], _identity(hf))
+    if different:
+        raise ValueError(f"checkpoint.load {root} is of another model: {'; '.join(different)}; give its own model")
+    if config.checkpoint.finetune:
+        return
+    different = _differences(run["settings"], _training_settings(config))
+    if config.checkpoint.no_load_optim:
+        different = [difference for difference in different if not difference.startswith("optimizer.")]
+    elif not run["has_optimizer"]:
+        raise ValueError(f"checkpoint.load {root} was saved without optimizer states; add --no-load-optim")
+    if different:
+        raise ValueError(
+            f"checkpoint.load {root} cannot be continued with other settings: {'; '.join(different)}; "
+            "restore them, or start a new run from its weights with --finetune"
+        )
+
+
+def check_save(config: Config) -> None:
+    """Refuse to mix a new run into the checkpoints of another one.
+
+    Raises:
+        ValueError: `save` already holds checkpoints and is not what `load` continues.
+    """
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is None or not (Path(save) / LATEST).exists():
+        return
+    continues = load is not None and Path(load).resolve() == Path(save).resolve() and not config.checkpoint.finetune
+    if not continues:
+        raise ValueError(
+            f"checkpoint.save {save} already holds the checkpoints of a run; continue it with --load {save}, "
+            "or give another folder"
+        )
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run."""
+
+    def __init__(self, config: Config, hf: HFConfig, parallel: ParallelContext) -> None:
+        self.config = config
+        self.hf = hf
+        self.parallel = parallel
+
+    # ----------------------------------------------------------------------------------------------- public
+
+    def save(
+        self,
+        iteration: int,
+        chunks: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        loader: TrainLoader,
+    ) -> Path:
+        """Write one checkpoint; returns its folder. A kill at any moment leaves the previous one in place."""
+        assert self.config.checkpoint.save is not None
+        root = Path(self.config.checkpoint.save)
+        directory = checkpoint_directory(root, iteration)
+        if self.parallel.is_main:
+            # whatever is there was never pointed at: the remains of a save that was cut off
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        finish_parameter_gathers(chunks)
+        dist.barrier()
+        state = self._state(chunks, None if self.config.checkpoint.no_save_optim else optimizer, is_loading=False)
+        state |= {"iteration": iteration, "opt_param_scheduler": scheduler.state_dict(), "rng_state": self._rng_state()}
+        dist_checkpointing.save(state, str(directory), content_metadata=None)
+        if self.parallel.is_main:
+            self._write_run_file(directory, iteration, loader)
+            _write_durably(root / LATEST, f"{iteration}\n")
+        dist.barrier()
+        return directory
+
+    def resume(
+        self,
+        chunks: list[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        loader: TrainLoader,
+    ) -> int:
+        """Restore everything in place from the newest checkpoint of `load`; `check_load` has passed.
+
+        Returns:
+            The iteration to continue after.
+        """
+        directory, run = self._newest()
+        loader.load_state_dict(run["loader"])  # first: it refuses other data
+        with_optimizer = not self.config.checkpoint.no_load_optim
+        same_layout = run["layout"] == self._layout()
+
+        state = self._state(chunks, optimizer if with_optimizer else None, is_loading=True)
+        if same_layout:
+            state["rng_state"] = self._rng_state()
+        loaded = self._read(state, directory)
+        self._set_weights(chunks, loaded)
+        if with_optimizer:
+            optimizer.load_state_dict(loaded["optimizer"])
+            _separate_steps(optimizer)
+        else:
+            optimizer.reload_model_params()  # master weights follow the loaded weights
+        if same_layout:
+            self._restore_rng(loaded["rng_state"])
+        scheduler.step(increment=run["iteration"])
+        return run["iteration"]
+
+    def load_weights(self, chunks: list[torch.nn.Module]) -> int:
+        """Take only the weights of the newest checkpoint of `load`; returns the iteration they are from.
+
+        An optimizer that exists already has to `reload_model_params()` afterwards.
+        """
+        directory, run = self._newest()
+        self._set_weights(chunks, self._read(self._state(chunks, None, is_loading=True), directory))
+        return run["iteration"]
+
+    def _newest(self) -> tuple[Path, dict[str, Any]]:
+        assert self.config.checkpoint.load is not None
+        root = Path(self.config.checkpoint.load)
+        iteration = latest_iteration(root)
+        assert iteration is not None, "check_load has found one"
+        directory = checkpoint_directory(root, iteration)
+        return directory, read_run_file(directory)
+
+    @staticmethod
+    def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+        try:
+            return dist_checkpointing.load(state, str(directory))
+        except Exception as error:  # torch, pickle and Megatron-Core each have their own kinds
+            raise ValueError(
+                f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {error}); "
+                f"write the number of another checkpoint into {directory.parent / LATEST}"
+            ) from error
+
+    def _set_weights(self, chunks: list[torch.nn.Module], loaded: dict[str, Any]) -> None:
+        for chunk, key in zip(unwrap_model(chunks), self._model_keys(len(chunks)), strict=True):
+            chunk.load_state_dict(loaded[key])
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    @staticmethod
+    def _model_keys(count: int) -> list[str]:
+        return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "dp_cp_group": self.parallel.pg.dp_cp,
+            # the only kind that can change TP and PP, and that works with torch's Adam (0.19.2)
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+        }
+
+    def _state(
+        self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer | None, *, is_loading: bool
+    ) -> dict[str, Any]:
+        """The sharded state dict: a description of where every tensor of this rank lies in the whole."""
+        metadata = self._metadata()
+        models = zip(self._model_keys(len(chunks)), unwrap_model(chunks), strict=True)
+        state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in models}
+        if optimizer is not None:
+            if is_loading:
+                _initialize_states(optimizer)
+            state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        return state
+
+    def _layout(self) -> dict[str, int]:
+        p = self.parallel
+        return {"tp": p.tp_size, "pp": p.pp_size, "vp": p.vp_size, "cp": p.cp_size, "dp": p.dp_size}
+
+    def _rng_state(self) -> ShardedObject:
+        """Random states of this model-parallel rank. Data-parallel replicas share theirs."""
+        p = self.parallel
+        state = {
+            "random": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(),
+            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+        return ShardedObject(
+            "rng_state", state, (p.pp_size, p.tp_size), (p.pp_rank, p.tp_rank), replica_id=p.pg.dp_cp.rank()
+        )
+
+    @staticmethod
+    def _restore_rng(state: dict[str, Any]) -> None:
+        random.setstate(state["random"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state(state["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+    def _write_run_file(self, directory: Path, iteration: int, loader: TrainLoader) -> None:
+        run = {
+            "format": FORMAT,
+            "iteration": iteration,
+            "model": _identity(self.hf),
+            "settings": _training_settings(self.config),
+            "has_optimizer": not self.config.checkpoint.no_save_optim,
+            "layout": self._layout(),
+            "loader": loader.state_dict(),
+        }
+        _write_durably(directory / RUN_FILE, json.dumps(run, indent=1) + "\n")
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Replace a file in one step: readers see the old text or the new one, also after a crash."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def _initialize_states(optimizer: MegatronOptimizer) -> None:
+    """Create Adam's moments before loading: a fresh DistributedOptimizer would be given empty tensors to fill."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its own step counter.
+
+    DistributedOptimizer (0.19.2) restores one tensor into all of them, and torch's Adam counts in place: the first step
+    after a resume would be right and the second as many steps too far as there are parameters.
+    """
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()

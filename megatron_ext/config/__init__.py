@@ -1,0 +1,40 @@
+"""The configuration of a run: its schema, its command line and its checks. Imports no torch."""
+
+from megatron_ext.config.checks import check_files, check_layout
+from megatron_ext.config.command_line import Command, load_config, parse_command_line
+from megatron_ext.config.messages import ConfigError
+from megatron_ext.config.schema import (
+    CheckpointConfig,
+    Config,
+    CrossEntropyLoss,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megatron_ext.config.yaml_file import config_to_yaml
+
+__all__ = [
+    "CheckpointConfig",
+    "Command",
+    "Config",
+    "ConfigError",
+    "CrossEntropyLoss",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainingConfig",
+    "check_files",
+    "check_layout",
+    "config_to_yaml",
+    "load_config",
+    "parse_command_line",
+]

@@ -1,0 +1,114 @@
+"""Whether the files and directories a configuration names are there, of the right kind, readable or writable.
+It only looks: nothing is opened, made or changed."""
+
+import os
+from pathlib import Path
+
+from megatron_ext.config.schema import Config
+
+
+def file_problems(config: Config) -> list[str]:
+    """Paths that are missing, of the wrong kind, or not readable or writable."""
+    data, checkpoint = config.data, config.checkpoint
+    problems = [*_model_problems(config), *_tokenizer_problems(config)]
+    if config.model.chat_template is not None:
+        problems += _file_problem("model.chat_template", config.model.chat_template, "a jinja file")
+    if data.train_data_path is not None:
+        problems += _file_problem("data.train_data_path", data.train_data_path, "a JSONL file")
+    for name, path in config.evaluation_sets.items():
+        field = "data.valid_data_path" if isinstance(data.valid_data_path, str) else f"data.valid_data_path.{name}"
+        problems += _file_problem(field, path, "a JSONL file")
+    if checkpoint.load is not None:
+        problems += _directory_problem("checkpoint.load", checkpoint.load, "a directory of checkpoints")
+    if checkpoint.save is not None:
+        problems += _output_problem("checkpoint.save", checkpoint.save)
+    if checkpoint.save_hf is not None:
+        problems += _output_problem("checkpoint.save_hf", checkpoint.save_hf, must_be_new=True)
+    if str(config.log_directory) != checkpoint.save:
+        problems += _output_problem("logging.log_dir", str(config.log_directory))
+    return problems
+
+
+def _model_problems(config: Config) -> list[str]:
+    model, path = config.model, Path(config.model.hf_path)
+    name = "model.hf_path"
+    wanted = "a directory with config.json" if model.random_init else "a Hugging Face directory or a .gguf file"
+    if not path.exists():
+        hint = ""
+        if not path.is_absolute() and model.hf_path.count("/") == 1 and not path.parent.exists():
+            hint = f" (`hf download {model.hf_path} --local-dir DIRECTORY` fetches a model of the hub)"
+        return [_missing(name, model.hf_path, wanted) + hint]
+    if path.is_file():
+        if path.suffix == ".gguf" or (model.random_init and path.suffix == ".json"):
+            return _readable(name, path)
+        remedy = "a .gguf file or a directory" if not model.random_init else "config.json, a .gguf file or a directory"
+        also = ", or set random_init true for random weights" if path.suffix == ".json" else ""
+        return [f"{name}: {model.hf_path} is not a model file that can be read; give {remedy}{also}"]
+    if not (path / "config.json").is_file():
+        return [f"{name}: {model.hf_path} has no config.json; give {wanted}"]
+    if not model.random_init and not any(path.glob("*.safetensors")):
+        return [
+            f"{name}: {model.hf_path} has no *.safetensors file; give a directory that has some, "
+            "or set random_init true for random weights"
+        ]
+    return _readable(name, path)
+
+
+def _tokenizer_problems(config: Config) -> list[str]:
+    path, name = Path(config.tokenizer_path), "model.tokenizer_path"
+    if config.model.tokenizer_path is None and not path.exists():
+        return []  # hf_path is missing, which is reported
+    if not path.exists():
+        return [_missing(name, str(path), "a Hugging Face directory or a .gguf file")]
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _readable(name, path)
+        return [f"{name}: {path} is a file; give the directory that holds tokenizer.json, or a .gguf file"]
+    if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        what = " is not set, and hf_path" if config.model.tokenizer_path is None else ""
+        return [f"{name}{what}: {path} has no tokenizer.json; give a directory with one, or a .gguf file"]
+    return _readable(name, path)
+
+
+def _file_problem(name: str, value: str, wanted: str) -> list[str]:
+    path = Path(value)
+    if not path.exists():
+        return [_missing(name, value, wanted)]
+    if not path.is_file():
+        return [f"{name}: {value} is a directory; give {wanted}"]
+    return _readable(name, path)
+
+
+def _directory_problem(name: str, value: str, wanted: str) -> list[str]:
+    path = Path(value)
+    if not path.exists():
+        return [_missing(name, value, wanted)]
+    if not path.is_dir():
+        return [f"{name}: {value} is a file; give {wanted}"]
+    return _readable(name, path)
+
+
+def _output_problem(name: str, value: str, must_be_new: bool = False) -> list[str]:
+    """Whether a directory can be made (or written to) at `value`, without making it."""
+    path = Path(value)
+    if path.is_dir() and must_be_new and any(path.iterdir()):
+        return [f"{name}: {value} already holds files, which are never overwritten; give a new directory"]
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        return [f"{name}: {value} cannot be a directory, because {existing} is a file; give another path"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{name}: {value} cannot be written ({existing} is not writable); give another path"]
+    return []
+
+
+def _missing(name: str, value: str, wanted: str) -> str:
+    if value.startswith("~") or "$" in value:
+        return f"{name}: {value} does not exist (~ and $NAME are not expanded); write the path in full"
+    where = "" if Path(value).is_absolute() else f" in {Path.cwd()}"
+    return f"{name}: {value} does not exist{where}; give {wanted}"
+
+
+def _readable(name: str, path: Path) -> list[str]:
+    if os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return []
+    return [f"{name}: {path} cannot be read; change its permissions, or give another path"]

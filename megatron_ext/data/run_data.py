@@ -1,0 +1,46 @@
+"""The data of one run, read and encoded as the configuration says. Needs no process group, so that every mistake in
+tokenizer or files is found before any rank waits for another.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ext.config import Config
+from megatron_ext.data.chat import ChatEncoder
+from megatron_ext.data.dataset import SFTDataset
+from megatron_ext.data.tokenizer import find_pad_id, load_tokenizer
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What is trained on, what is evaluated by set name, and the token id that fills rows up."""
+
+    train: SFTDataset
+    evaluation: dict[str, SFTDataset]
+    pad_id: int
+
+
+def load_run_data(config: Config) -> RunData:
+    """Encode the training file and every evaluation set.
+
+    Raises:
+        ValueError: naming the file, the row and the remedy, or what is wrong with the tokenizer.
+    """
+    data = config.data
+    assert data.train_data_path is not None, "the command line requires it"
+    tokenizer = load_tokenizer(config.tokenizer_path, config.model.chat_template)
+    encoder = ChatEncoder(tokenizer, seq_length=data.seq_length)
+
+    def encode(path: str) -> SFTDataset:
+        return SFTDataset(
+            path,
+            encoder,
+            messages_key=data.messages_key,
+            prompt_key=data.prompt_key,
+            completion_key=data.completion_key,
+        )
+
+    return RunData(
+        train=encode(data.train_data_path),
+        evaluation={name: encode(path) for name, path in config.evaluation_sets.items()},
+        pad_id=find_pad_id(tokenizer),
+    )

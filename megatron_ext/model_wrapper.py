@@ -1,0 +1,323 @@
+"""Runs a list of micro-batches through the model, with gradients or without, on Megatron-Core's schedules.
+
+Owns the one place where token losses become numbers: the global weighted mean that makes the loss and the gradients
+the same under every layout. Losses come from `losses/`, per-token outputs go through `outputs.py`, stepping the
+optimizer is the caller's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+
+from megatron_ext.config import Config
+from megatron_ext.context_parallel import shard_sequence
+from megatron_ext.data import MicroBatch
+from megatron_ext.losses import LossHead, TokenLosses
+from megatron_ext.outputs import MiniBatchResult, StepMetrics, TokenOutputs, empty_outputs
+from megatron_ext.parallel import ParallelContext
+
+
+def _finalize_unscaled(model: list, _num_tokens: Any = None, **kwargs: Any) -> None:
+    """Reduce gradients without dividing: the loss is already divided by the global denominator."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+class MegatronModelWrapper:
+    """A model of one or more chunks (one per virtual pipeline stage) that computes losses and gradients.
+
+    Args:
+        model_chunks: GPTModel chunks, wrapped in Megatron's DistributedDataParallel for training.
+        config: the run's configuration.
+        losses: the loss head for the configured losses.
+        parallel: where this rank stands.
+        optimizer: gives the loss scale of fp16; may be None for evaluation.
+    """
+
+    def __init__(
+        self,
+        model_chunks: list[torch.nn.Module],
+        config: Config,
+        *,
+        losses: LossHead,
+        parallel: ParallelContext,
+        optimizer: MegatronOptimizer | None = None,
+    ) -> None:
+        self.model_chunks = model_chunks
+        self.losses = losses
+        self.parallel = parallel
+        self.sequence_multiple = config.sequence_multiple
+        self._accumulated_weight: torch.Tensor | None = None  # of the gradients in the buffers, [] float64
+        self._connect_schedule(config, optimizer)
+
+    def _connect_schedule(self, config: Config, optimizer: MegatronOptimizer | None) -> None:
+        """Megatron's schedules find these functions on the model's config."""
+        trainable = [chunk for chunk in self.model_chunks if isinstance(chunk, DistributedDataParallel)]
+        model_config = get_model_config(self.model_chunks[0])
+        assert model_config.calculate_per_token_loss, "gradients are summed over ranks, not averaged"
+        model_config.finalize_model_grads_func = _finalize_unscaled
+        if optimizer is not None:
+            model_config.grad_scale_func = optimizer.scale_loss
+        if trainable and config.parallel.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in trainable]
+            model_config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+
+    # ----------------------------------------------------------------------------------------------- public
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients; call it after every optimizer step."""
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+        self._accumulated_weight = None
+
+    def forward(self, micro_batches: list[MicroBatch], *, return_per_token_outputs: bool = True) -> MiniBatchResult:
+        """Evaluate: no graph, eval mode. See `forward_backward_mini_batch`."""
+        return self.forward_backward_mini_batch(
+            micro_batches, forward_only=True, return_per_token_outputs=return_per_token_outputs
+        )
+
+    def forward_backward_mini_batch(
+        self,
+        micro_batches: list[MicroBatch],
+        *,
+        forward_only: bool = False,
+        return_per_token_outputs: bool = True,
+    ) -> MiniBatchResult:
+        """Losses, and unless `forward_only` gradients, of the mini-batch whose micro-batches the DP ranks hold.
+
+        Every loss is sum(weight * loss) / sum(weight) over the tokens of all micro-batches on all data-parallel ranks.
+        A second call before `zero_grad` leaves the gradients that one call with all the micro-batches would have
+        left. Every rank must call it, with the same number of micro-batches.
+
+        Args:
+            micro_batches: this replica's share, all of one shape; the same on its TP, PP and CP ranks.
+            forward_only: evaluate: no graph is built, modules are in eval mode during the call and in their former
+                mode after it.
+            return_per_token_outputs: also collect per-token values and deliver them on every rank of the replica.
+                Loss, gradients and metrics are bit-identical either way.
+
+        Returns:
+            Metrics, and one dict per sequence in input order (empty dicts unless per-token outputs were asked for).
+
+        Raises:
+            ValueError: no micro-batches, or shapes that differ or cannot be divided over the ranks.
+        """
+        self._check(micro_batches)
+        counts = self._global_counts(micro_batches)
+        collector = self._open_gate() if return_per_token_outputs else None
+        trains = not forward_only and any(weight > 0 for weight in self.losses.weights)
+
+        if trains:
+            self._forget_parameter_grads()
+        before = self._set_accumulated_aside(counts[0]) if trains else None
+        with nullcontext() if not forward_only else self._evaluation_mode():
+            reports = self._run_schedule(micro_batches, counts[0], collector, forward_only=not trains)
+        if before is not None:
+            self._merge_accumulated(before)
+
+        metrics = self._reduce_metrics(reports, counts)
+        outputs = collector.deliver(micro_batches) if collector is not None else empty_outputs(micro_batches)
+        return MiniBatchResult(metrics=metrics, loss_fn_outputs=outputs)
+
+    # --------------------------------------------------------------------------------------------- schedule
+
+    def _run_schedule(
+        self,
+        micro_batches: list[MicroBatch],
+        denominator: torch.Tensor,  # [] float64
+        collector: TokenOutputs | None,
+        forward_only: bool,
+    ) -> list[torch.Tensor]:
+        """The sums of each micro-batch, see `_loss_func`; empty on all but the last stage."""
+        parallel = self.parallel
+        prepared = [self._prepare(batch) for batch in micro_batches]
+        scale = torch.where(denominator > 0, 1.0 / denominator, 0.0).float()
+
+        def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
+            batch = next(batches)
+            output = chunk(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=None,
+                output_processor=self.losses,
+                output_processor_context=batch.labels,
+            )
+            return output, partial(self._loss_func, batch.loss_mask, scale, collector)
+
+        schedule = get_forward_backward_func(parallel.pp_size, parallel.vp_size if parallel.vp_size > 1 else None)
+        b, s = micro_batches[0].input_ids.shape
+        with torch.no_grad() if forward_only else nullcontext():
+            return schedule(
+                forward_step_func=forward_step,
+                data_iterator=[iter(prepared) for _ in self.model_chunks],
+                model=self.model_chunks,
+                num_microbatches=len(prepared),
+                seq_length=s,
+                micro_batch_size=b,
+                forward_only=forward_only,
+                **self._schedule_groups(),
+            )
+
+    def _loss_func(
+        self,
+        loss_mask: torch.Tensor,  # [b, s/cp] fp32
+        scale: torch.Tensor,  # [] 1 / global denominator
+        collector: TokenOutputs | None,
+        token_losses: TokenLosses,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Megatron's loss function: (scaled sum, 0 so that nothing is divided again, sums of each named loss)."""
+        token_losses = TokenLosses(*token_losses)  # Float16Module rebuilds tuples without their names
+        trained = loss_mask != 0
+        total = torch.zeros((), dtype=torch.float32, device=loss_mask.device)
+        for value, weight in zip(token_losses.values, self.losses.weights, strict=True):
+            if weight > 0:
+                # where before the product: 0 * NaN is NaN
+                total = total + weight * (torch.where(trained, value, 0.0) * loss_mask).sum()
+        with torch.no_grad():
+            masked = torch.where(trained, token_losses.values.detach(), 0.0)
+            sums = (masked.double() * loss_mask).sum(dim=(1, 2))
+        if collector is not None:
+            collector.collect(self._per_token_fields(token_losses))
+        return total * scale, torch.zeros((), dtype=torch.int, device=total.device), sums
+
+    def _per_token_fields(self, token_losses: TokenLosses) -> list[torch.Tensor]:
+        weights = token_losses.values.new_tensor(self.losses.weights)
+        with torch.no_grad():
+            elementwise = torch.einsum("l,lbs->bs", weights, token_losses.values)
+        return [token_losses.logprobs, elementwise]
+
+    def _open_gate(self) -> TokenOutputs:
+        return TokenOutputs(["logprobs", "elementwise_loss"], self.parallel)
+
+    def _schedule_groups(self) -> dict[str, Any]:
+        groups: dict[str, Any] = {"pg_collection": self.parallel.pg}
+        if self.parallel.pp_size > 1:
+            groups["p2p_communicator"] = P2PCommunicator(self.parallel.pg.pp, get_model_config(self.model_chunks[0]))
+        return groups
+
+    def _prepare(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of a micro-batch, on its device."""
+        parallel = self.parallel
+        batch = batch.to(parallel.device, non_blocking=True)
+        if parallel.cp_size == 1:
+            return batch
+        sequences = {
+            name: shard_sequence(getattr(batch, name), parallel.cp_rank, parallel.cp_size)
+            for name in ("input_ids", "labels", "loss_mask", "position_ids")
+        }
+        return replace(batch, **sequences)
+
+    def _check(self, micro_batches: list[MicroBatch]) -> None:
+        if not micro_batches:
+            raise ValueError("micro_batches is empty; every rank needs at least one, top up with zero-weight rows")
+        shapes = {tuple(batch.input_ids.shape) for batch in micro_batches}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"micro_batches have shapes {sorted(shapes)}; pad the micro-batches of one step to one shape"
+            )
+        if any(batch.cu_seqlens is not None for batch in micro_batches):
+            raise ValueError("cu_seqlens is set; packed rows are not supported yet, pass one sequence a row")
+        ((_, s),) = shapes
+        multiple = self.sequence_multiple
+        if s % multiple:
+            raise ValueError(f"sequence length {s} is not divisible by {multiple}, as this layout needs; pad the rows")
+
+    # ---------------------------------------------------------------------------------------- normalisation
+
+    def _global_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        """[3] float64 on the device, of the global batch: sum of mask, trained tokens, tokens that are not padding.
+
+        Known before the first forward. Counted on whole rows, so that CP ranks do not count twice.
+        """
+        masks = torch.stack([batch.loss_mask for batch in micro_batches]).double()
+        inputs = sum(batch.lengths.sum() for batch in micro_batches)
+        counts = torch.stack((masks.sum(), (masks != 0).sum(), inputs)).to(self.parallel.device)
+        if self.parallel.dp_size > 1:
+            dist.all_reduce(counts, group=self.parallel.pg.dp)
+        return counts
+
+    def _reduce_metrics(self, reports: list[torch.Tensor], counts: torch.Tensor) -> StepMetrics:
+        parallel = self.parallel
+        if parallel.is_last_stage:
+            sums = torch.stack(reports).sum(dim=0)  # [losses] float64
+            if parallel.pg.dp_cp.size() > 1:
+                dist.all_reduce(sums, group=parallel.pg.dp_cp)
+        else:
+            sums = torch.empty(len(self.losses.names), dtype=torch.float64, device=parallel.device)
+        if parallel.pp_size > 1:
+            dist.broadcast(sums, src=dist.get_global_rank(parallel.pg.pp, parallel.pp_size - 1), group=parallel.pg.pp)
+        return StepMetrics(dict(zip(self.losses.names, self.losses.weights, strict=True)), sums, counts)
+
+    # ----------------------------------------------------------------------------------------- accumulation
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The flat gradient buffers of all chunks."""
+        return [
+            buffer.grad_data for chunk in self.model_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+
+    def _forget_parameter_grads(self) -> None:
+        """Megatron's fp32 optimizer leaves `grad` as an alias of `main_grad`: backward would add to it twice."""
+        for chunk in self.model_chunks:
+            for parameter in chunk.parameters():
+                parameter.grad = None
+
+    def _set_accumulated_aside(self, denominator: torch.Tensor) -> "_Accumulated | None":
+        """Start a fresh gradient, and keep what an earlier call left.
+
+        The earlier gradients are already reduced over ranks: adding to them and reducing again would count them once
+        for every rank. They also have another denominator.
+        """
+        if self._accumulated_weight is None or not self._any_gradient():
+            self._accumulated_weight = denominator
+            return None
+        accumulated = _Accumulated(
+            gradients=[gradient.clone() for gradient in self._gradients()], weight=self._accumulated_weight
+        )
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+        self._accumulated_weight = accumulated.weight + denominator
+        return accumulated
+
+    def _merge_accumulated(self, before: "_Accumulated") -> None:
+        """gradient = (weight_1 * gradient_1 + weight_2 * gradient_2) / (weight_1 + weight_2)."""
+        assert self._accumulated_weight is not None
+        earlier_share = torch.where(self._accumulated_weight > 0, before.weight / self._accumulated_weight, 0.0)
+        for gradient, earlier in zip(self._gradients(), before.gradients, strict=True):
+            gradient.mul_((1.0 - earlier_share).to(gradient.dtype))
+            gradient.add_(earlier.mul_(earlier_share.to(gradient.dtype)))
+
+    def _any_gradient(self) -> bool:
+        """False if the caller zeroed the buffers without `zero_grad`; the same answer on every rank."""
+        found = torch.stack([gradient.count_nonzero() for gradient in self._gradients()]).sum().reshape(1)
+        for group in (self.parallel.pg.mp, self.parallel.pg.dp_cp):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return bool(found.item())
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for chunk in self.model_chunks for module in chunk.modules()]
+        for module, _ in modes:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@dataclass(frozen=True)
+class _Accumulated:
+    """Gradients of earlier calls, and the weight of the tokens they come from."""
+
+    gradients: list[torch.Tensor]
+    weight: torch.Tensor  # [] float64

@@ -1,0 +1,127 @@
+"""What one pass over a mini-batch gives back: metrics, and per-token outputs when the caller asked for them.
+
+Per-token tensors stay on the device until the schedule is done; then they travel once, as one tensor: over the context
+parallel ranks, from the last pipeline stage to the others, and to the host.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.context_parallel import restore_sequence_order
+from megatron_ext.data import FILLER_ID, MicroBatch
+from megatron_ext.parallel import ParallelContext
+
+
+class StepMetrics(Mapping[str, float]):
+    """Every named loss (unweighted mean over the weighted tokens), `loss` (the weighted total) and token counts.
+
+    `num_tokens` counts the trained tokens, `num_input_tokens` all that are not padding. Equal on every rank. Keeps sums
+    and counts, so that several can be combined exactly; reading any value waits for the device, once.
+
+    Args:
+        loss_weights: configured weight of each loss, by name.
+        sums: [losses] float64 on the device, sum of mask * loss.
+        counts: [3] float64 on the device: sum of mask, trained tokens, input tokens.
+    """
+
+    def __init__(self, loss_weights: Mapping[str, float], sums: torch.Tensor, counts: torch.Tensor) -> None:
+        self._loss_weights = loss_weights
+        self._totals = torch.cat((sums, counts))
+        self._values: dict[str, float] | None = None
+
+    @classmethod
+    def combine(cls, parts: list["StepMetrics"]) -> "StepMetrics":
+        """The metrics of one batch made of all the parts' batches."""
+        totals = torch.stack([part._totals for part in parts]).sum(dim=0)
+        return cls(parts[0]._loss_weights, *totals.split((len(totals) - 3, 3)))
+
+    def _read(self) -> dict[str, float]:
+        if self._values is None:
+            *sums, weight, num_tokens, num_input_tokens = self._totals.tolist()
+            # no weighted token at all: 0 by definition, unless the sums are not numbers
+            means = [total / weight if weight else total for total in sums]
+            self._values = dict(zip(self._loss_weights, means, strict=True))
+            self._values["loss"] = sum(self._values[name] * weight for name, weight in self._loss_weights.items())
+            self._values |= {"num_tokens": num_tokens, "num_input_tokens": num_input_tokens}
+        return self._values
+
+    def __getitem__(self, name: str) -> float:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return f"StepMetrics({self._read()})"
+
+
+@dataclass(frozen=True)
+class MiniBatchResult:
+    """metrics: see StepMetrics. loss_fn_outputs: one dict per sequence (fillers left out), in input order."""
+
+    metrics: StepMetrics
+    loss_fn_outputs: list[dict[str, torch.Tensor]]
+
+
+def empty_outputs(micro_batches: list[MicroBatch]) -> list[dict[str, torch.Tensor]]:
+    """The outputs of a closed gate: an empty dict for every sequence."""
+    return [{} for batch in micro_batches for sample_id in batch.sample_ids.tolist() if sample_id != FILLER_ID]
+
+
+class TokenOutputs:
+    """Collects per-token values on the last pipeline stage and delivers them to every rank of the replica.
+
+    Args:
+        fields: names of the collected values, in the order they are passed to `collect`.
+    """
+
+    def __init__(self, fields: list[str], parallel: ParallelContext) -> None:
+        self.fields = fields
+        self.parallel = parallel
+        self._collected: list[torch.Tensor] = []
+
+    def collect(self, values: list[torch.Tensor]) -> None:
+        """Keep one micro-batch: one [b, s/cp] tensor per field. Called on the last stage only."""
+        self._collected.append(torch.stack([value.detach().float() for value in values]))
+
+    def deliver(self, micro_batches: list[MicroBatch]) -> list[dict[str, torch.Tensor]]:
+        """One dict per sequence: every field and `loss_mask`, [length] CPU float32, padding removed.
+
+        Collective over the replica's CP and PP groups: every rank of it calls this.
+        """
+        tokens = self._share(micro_batches).cpu()  # [micro-batches, fields, b, s]
+        outputs = []
+        for batch, values in zip(micro_batches, tokens, strict=True):
+            rows = zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True)
+            for row, (sample_id, length) in enumerate(rows):
+                if sample_id == FILLER_ID:
+                    continue
+                # clones: a view would keep the whole step's tensor alive
+                per_token = {name: values[i, row, :length].clone() for i, name in enumerate(self.fields)}
+                per_token["loss_mask"] = batch.loss_mask[row, :length].to("cpu", torch.float32, copy=True)
+                outputs.append(per_token)
+        return outputs
+
+    def _share(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
+        parallel = self.parallel
+        b, s = micro_batches[0].input_ids.shape
+        full_shape = (len(micro_batches), len(self.fields), b, s)
+        if parallel.is_last_stage:
+            tokens = torch.stack(self._collected)  # [micro-batches, fields, b, s/cp]
+            if parallel.cp_size > 1:
+                local = tokens.permute(3, 0, 1, 2).contiguous()  # sequence first, as gathering concatenates there
+                gathered = local.new_empty(parallel.cp_size, *local.shape)
+                dist.all_gather_into_tensor(gathered, local, group=parallel.pg.cp)
+                tokens = restore_sequence_order(gathered).permute(1, 2, 3, 0).contiguous()
+        else:
+            tokens = torch.empty(full_shape, dtype=torch.float32, device=parallel.device)
+        if parallel.pp_size > 1:
+            last = dist.get_global_rank(parallel.pg.pp, parallel.pp_size - 1)
+            dist.broadcast(tokens, src=last, group=parallel.pg.pp)
+        return tokens

@@ -1,0 +1,59 @@
+"""Fine-tune a model: `torchrun --nproc-per-node N pretrain_sft.py --config FILE.yaml [--any-setting VALUE ...]`.
+
+Every setting is a flag too; `--help` lists them all. Mistakes in the configuration, the files or the layout end the
+run before any rank waits for another, with one sentence and exit code 2.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from megatron_ext.config import Config, check_files, check_layout, config_to_yaml, parse_command_line
+
+
+def _prepare(config: Config) -> Callable[[], None]:
+    """Find every mistake that one process alone can find; returns the run itself."""
+    from megatron_ext import platform
+
+    chosen = platform.setup(config.training.device)
+    # these import megatron.core, so only after the platform is set up
+    from megatron_ext.checkpoint import check_load, check_save
+    from megatron_ext.data import load_run_data
+    from megatron_ext.models.hf_config import check_model_layout, load_hf_config
+    from megatron_ext.models.sources import open_source
+    from megatron_ext.parallel import parallel_session, world_size_from_environment
+    from megatron_ext.trainer import Trainer
+
+    check_layout(config, world_size_from_environment())
+    check_files(config)
+    hf = load_hf_config(config.model.hf_path)
+    check_model_layout(hf, config)
+    check_load(config, hf)
+    check_save(config)
+    source = open_source(hf, config.model.random_init, config.training.seed)
+    data = load_run_data(config)
+
+    def run() -> None:
+        with parallel_session(config, chosen) as parallel:
+            Trainer(config, hf, source, data, parallel).train()
+
+    return run
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        command = parse_command_line(arguments)
+        if command.print_config:
+            print(config_to_yaml(command.config), end="")
+            return 0
+        run = _prepare(command.config)
+    except ValueError as error:  # ConfigError is one
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    run()
+    return 0
+
+
+if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file again
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""A complete toy setup on disk for runs of pretrain_sft.py: model config, tokenizer with a chat template, data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = [
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("red", "green", "blue", "up", "down", "left", "right"),
+]
+
+
+def write_toy_model(directory: Path, **changes: Any) -> Path:
+    """A random-weight Llama config and a tokenizer; weights come from `--random-init`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    special = ["<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    sizes = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config = LlamaConfig(**(sizes | changes), initializer_range=0.1)
+    config.architectures = changes.get("architectures", ["LlamaForCausalLM"])
+    config.save_pretrained(directory)
+    return directory
+
+
+def write_toy_data(path: Path, rows: int = 24) -> Path:
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(rows):
+            question = " ".join(WORDS[(i + j) % len(WORDS)] for j in range(1 + i % 5))
+            answer = " ".join(WORDS[(2 * i + j) % len(WORDS)] for j in range(1 + i % 7))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+class ToyRun:
+    """Everything a run needs in one folder, and the command line for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_toy_model(folder / "model")
+        self.train_data = write_toy_data(folder / "train.jsonl")
+        self.valid_data = write_toy_data(folder / "valid.jsonl", rows=7)
+
+    def flags(self, **changes: Any) -> list[str]:
+        """Flags of a short run; `changes` by setting name, None leaves a setting out."""
+        settings = {
+            "hf_path": self.model,
+            "random_init": "true",
+            "train_data_path": self.train_data,
+            "valid_data_path": self.valid_data,
+            "seq_length": 32,
+            "train_iters": 6,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "lr": 1e-3,
+            "device": "cpu",
+            "log_dir": self.folder / "log",
+        } | changes
+        return [
+            text
+            for name, value in settings.items()
+            if value is not None
+            for text in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+    def run(self, ranks: int, *, timeout: float = 150, **changes: Any) -> subprocess.CompletedProcess:
+        """pretrain_sft.py under torchrun."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return subprocess.run(
+            [*command, str(ROOT / "pretrain_sft.py"), *self.flags(**changes)],
+            cwd=self.folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+def read_metrics(log_directory: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = (log_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["split"] == split]
