@@ -116,9 +116,10 @@ class TokenOutputs:
             tokens = torch.stack(self._collected)  # [micro-batches, fields, b, s/cp]
             if parallel.cp_size > 1:
                 local = tokens.permute(3, 0, 1, 2).contiguous()  # sequence first, as gathering concatenates there
-                gathered = local.new_empty(parallel.cp_size, *local.shape)
+                gathered = local.new_empty(s, *local.shape[1:])
                 dist.all_gather_into_tensor(gathered, local, group=parallel.pg.cp)
-                tokens = restore_sequence_order(gathered).permute(1, 2, 3, 0).contiguous()
+                by_rank = gathered.unflatten(0, (parallel.cp_size, -1))
+                tokens = restore_sequence_order(by_rank).permute(1, 2, 3, 0).contiguous()
         else:
             tokens = torch.empty(full_shape, dtype=torch.float32, device=parallel.device)
         if parallel.pp_size > 1:

@@ -59,9 +59,9 @@ def make_batch(seed: int, rows: int = 8) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": labels, "loss_mask": mask, "lengths": lengths}
 
 
-def make_config(model: Path, micro_batch_size: int = 2, **sections: dict[str, Any]) -> Config:
+def make_config(directory: Path, micro_batch_size: int = 2, /, **sections: dict[str, Any]) -> Config:
     values: dict[str, dict[str, Any]] = {
-        "model": {"hf_path": str(model), "make_vocab_size_divisible_by": 8},
+        "model": {"hf_path": str(directory), "make_vocab_size_divisible_by": 8},
         "data": {"seq_length": SEQ_LENGTH},
         "training": {"train_iters": 10, "global_batch_size": 8, "micro_batch_size": micro_batch_size, "device": "cpu"},
         "optimizer": {"lr": LR, "lr_decay_style": "constant", "clip_grad": 0.5, "adam_beta2": 0.95},

@@ -214,7 +214,7 @@ def test_earlier_messages_rendered_differently_later_are_refused_with_the_row():
     )
     encoder = encoder_for(template)
     assert trained_runs(encoder.tokenizer, encoder.encode(row_of("a", "b", system="s"))) == ["b</s>"]
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 7: .*messages\[3\].*messages before it"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 7: .*messages\[2\].*messages before it"):
         encoder.encode(row_of("a", "b", "c", "d", system="s"))
 
 

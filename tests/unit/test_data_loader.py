@@ -136,8 +136,8 @@ def test_ranks_have_equally_many_micro_batches_with_their_own_rows(dp_size, micr
 
 def test_padded_length_is_the_ranks_longest_row_rounded_up_or_seq_length():
     dataset = FakeSamples(21)
-    for multiple in (1, 4, 8):
-        loader = train_loader(dataset, 1, 2, pad_multiple=multiple)
+    for rank, multiple in [(0, 1), (1, 1), (0, 4), (1, 4), (1, 8)]:
+        loader = train_loader(dataset, rank, 2, pad_multiple=multiple)
         for _ in range(5):
             step = loader.next_step()
             longest = max(dataset.lengths[index] for index in ids(step))
