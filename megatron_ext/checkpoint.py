@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
@@ -25,6 +25,7 @@ from megatron_ext.config import Config
 from megatron_ext.data import TrainLoader
 from megatron_ext.models.factory import finish_parameter_gathers
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.optimizer import initialize_optimizer_state, load_optimizer_state
 from megatron_ext.parallel import ParallelContext
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -223,8 +224,7 @@ class Checkpointer:
         loaded = self._read(state, directory)
         self._set_weights(chunks, loaded)
         if with_optimizer:
-            optimizer.load_state_dict(loaded["optimizer"])
-            _separate_steps(optimizer)
+            load_optimizer_state(optimizer, loaded["optimizer"])
         else:
             optimizer.reload_model_params()  # master weights follow the loaded weights
         if same_layout:
@@ -286,7 +286,7 @@ class Checkpointer:
         state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in models}
         if optimizer is not None:
             if is_loading:
-                _initialize_states(optimizer)
+                initialize_optimizer_state(optimizer)
             state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
 
@@ -295,7 +295,7 @@ class Checkpointer:
         return {"tp": p.tp_size, "pp": p.pp_size, "vp": p.vp_size, "cp": p.cp_size, "dp": p.dp_size}
 
     def _rng_state(self) -> ShardedObject:
-        """Random states of this model-parallel rank. Data-parallel replicas share theirs."""
+        """Random states of this rank. Data-parallel replicas have their own: they draw for batches of other lengths."""
         p = self.parallel
         state = {
             "random": random.getstate(),
@@ -304,9 +304,8 @@ class Checkpointer:
             "cuda": torch.cuda.get_rng_state(),
             "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
         }
-        return ShardedObject(
-            "rng_state", state, (p.pp_size, p.tp_size), (p.pp_rank, p.tp_rank), replica_id=p.pg.dp_cp.rank()
-        )
+        grid = (p.pp_size, p.tp_size, p.pg.dp_cp.size())
+        return ShardedObject("rng_state", state, grid, (p.pp_rank, p.tp_rank, p.pg.dp_cp.rank()))
 
     @staticmethod
     def _restore_rng(state: dict[str, Any]) -> None:
@@ -337,26 +336,3 @@ def _write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def _initialize_states(optimizer: MegatronOptimizer) -> None:
-    """Create Adam's moments before loading: a fresh DistributedOptimizer would be given empty tensors to fill."""
-    for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            part.init_state_fn(part.optimizer, part.config)
-
-
-def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own step counter.
-
-    DistributedOptimizer (0.19.2) restores one tensor into all of them, and torch's Adam counts in place: the first step
-    after a resume would be right and the second as many steps too far as there are parameters.
-    """
-    for part in _parts(optimizer):
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()

@@ -147,9 +147,11 @@ class Contender:
         return elapsed
 
     def stop(self) -> None:
+        for connection in self.connections:
+            connection.send(False)
         for process in self.processes:
+            process.join(timeout=20)
             process.kill()
-            process.join()
 
 
 def _start(name: str, context: Any, calls: list[tuple]) -> Contender:
@@ -204,8 +206,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     batch = ["--global-batch-size", arguments.global_batch_size, "--micro-batch-size", arguments.micro_batch_size]
+    same_lr = ["--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--lr-warmup-init", "0"]
     nowhere = ["--save", "none", "--save-hf", "none", "--valid-data-path", "none", "--no-eval-before-training"]
-    config = load_config(["--config", arguments.config, *batch, *nowhere])
+    config = load_config(["--config", arguments.config, *batch, *same_lr, *nowhere])
     if not Path(config.model.hf_path).exists():
         sys.exit(f"{config.model.hf_path} is not there; `make sft` fetches it")
 

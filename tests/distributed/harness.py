@@ -70,7 +70,8 @@ class RankPool:
         context = mp.get_context("spawn")
         for rank in range(POOL_SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            # not a daemon: checkpoints are written through a process of their own
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs))
             process.start()
             theirs.close()
             self._workers.append((process, ours))

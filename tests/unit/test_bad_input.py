@@ -1,0 +1,170 @@
+"""A user's mistakes, through the entry point: each ends before any process group starts, with exit code 2, one message
+that names the setting or the file and row, and nothing on disk touched.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toy_run import ROOT, ToyRun, write_toy_model
+
+sys.path.insert(0, str(ROOT))
+import pretrain_sft
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
+    return ToyRun(tmp_path_factory.mktemp("toy"))
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def refuse(toy: ToyRun, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run with changed settings under some world size; returns the message."""
+
+    def run(*extra: str, world_size: int = 1, rank: int = 0, **changes) -> str:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("RANK", str(rank))
+        before = snapshot(toy.folder)
+        assert pretrain_sft.main([*toy.flags(**changes), *extra]) == 2
+        assert snapshot(toy.folder) == before, "files were touched"
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err and out == ""
+        return err
+
+    return run
+
+
+def rows(folder: Path, *lines: str) -> Path:
+    path = folder / f"rows{len(list(folder.glob('rows*')))}.jsonl"
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]})
+
+
+def test_misspelt_flag_and_key(refuse, toy: ToyRun) -> None:
+    assert "did you mean --tensor-model-parallel-size" in refuse("--tensor-model-paralel-size", "2")
+    config = toy.folder / "misspelt.yaml"
+    config.write_text("optimizer: {learnig_rate: 1}\n")
+    message = refuse("--config", str(config))
+    assert "optimizer.learnig_rate" in message and "misspelt.yaml" in message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "parts"),
+    [
+        (2, {"tensor_model_parallel_size": 3}, ["world size 2", "tensor_model_parallel_size 3"]),
+        (3, {"tensor_model_parallel_size": 3}, ["num_attention_heads 4", "size 3", "use 1, 2 or 4"]),
+        (3, {"pipeline_model_parallel_size": 3}, ["num_hidden_layers 4", "pipeline_model_parallel_size 3"]),
+        (2, {"global_batch_size": 9}, ["global_batch_size", "9", "data-parallel size 2"]),
+        (1, {"sequence_parallel": "true"}, ["sequence_parallel", "tensor_model_parallel_size"]),
+        (2, {"context_parallel_size": 2, "seq_length": 30}, ["seq_length", "30"]),
+        (1, {"seq_length": 128}, ["seq_length 128", "max_position_embeddings 64", "use 64 or less"]),
+        (1, {"expert_model_parallel_size": 2}, ["expert_model_parallel_size"]),
+        (1, {"device": "cuda"}, ["training.device is cuda", "--device cpu"]),
+        (1, {"transformer_impl": "transformer_engine"}, ["transformer_impl", "transformer_engine"]),
+    ],
+)  # fmt: skip
+def test_impossible_layouts(refuse, world_size: int, changes: dict, parts: list[str]) -> None:
+    message = refuse(world_size=world_size, **changes)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", ["hf_path", "train_data_path", "valid_data_path", "load", "tokenizer_path"])
+def test_missing_files(refuse, name: str) -> None:
+    message = refuse(**{name: "/nowhere/at/all"})
+    assert name in message and "/nowhere/at/all" in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ([], ["holds no row"]),
+        ([GOOD, "{not json"], ["line 2", "JSON"]),
+        ([GOOD, GOOD, "[]"], ["line 3"]),
+        ([GOOD, '{"text": "hello"}'], ["line 2", "messages"]),
+        ([json.dumps({"messages": [{"role": "user", "content": "one"}]})], ["line 1", "assistant"]),
+        ([json.dumps({"messages": [{"role": "robot", "content": "one"}]})], ["line 1", "robot"]),
+    ],
+)  # fmt: skip
+def test_bad_rows(refuse, tmp_path: Path, lines: list[str], parts: list[str]) -> None:
+    path = rows(tmp_path, *lines)
+    message = refuse(train_data_path=path)
+    for part in [path.name, *parts]:
+        assert part in message
+    assert path.name in refuse(valid_data_path=path)
+
+
+def test_every_trained_token_cut_away(refuse, tmp_path: Path) -> None:
+    long = json.dumps({"messages": [{"role": "user", "content": "one " * 40}, {"role": "assistant", "content": "two"}]})
+    message = refuse(train_data_path=rows(tmp_path, long))
+    assert "seq_length 32" in message and "every trained token" in message
+
+
+def test_tokenizer_without_a_template(refuse, toy: ToyRun, tmp_path: Path) -> None:
+    write_toy_model(tmp_path)
+    for path in tmp_path.glob("chat_template*"):
+        path.unlink()
+    message = refuse(tokenizer_path=tmp_path)
+    assert "chat template" in message and "chat_template" in message
+
+
+def test_unsupported_architecture(refuse, tmp_path: Path) -> None:
+    write_toy_model(tmp_path, architectures=["GPT2LMHeadModel"])
+    message = refuse(hf_path=tmp_path)
+    assert "GPT2LMHeadModel is not supported" in message and "LlamaForCausalLM" in message
+
+
+def test_model_without_weights(refuse, toy: ToyRun) -> None:
+    assert "safetensors" in refuse(random_init="false")
+
+
+def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> None:
+    from megatron_ext.checkpoint import FORMAT, LATEST, RUN_FILE, _identity, _training_settings
+    from megatron_ext.config import load_config
+    from megatron_ext.models.hf_config import load_hf_config
+
+    config, hf = load_config(toy.flags()), load_hf_config(toy.model)
+    run = {
+        "format": FORMAT,
+        "iteration": 3,
+        "model": _identity(hf),
+        "settings": _training_settings(config),
+        "has_optimizer": True,
+        "layout": {},
+        "loader": {},
+    }
+
+    def write(folder: str, **changes) -> Path:
+        root = toy.folder / folder
+        (root / "iter_0000003").mkdir(parents=True)
+        (root / "iter_0000003" / RUN_FILE).write_text(json.dumps(run | changes))
+        (root / LATEST).write_text("3\n")
+        return root
+
+    other = write("other", model=run["model"] | {"hidden_size": 48})
+    assert "another model: hidden_size was 48 and is now 32" in refuse(load=other)
+    assert "optimizer.lr was 0.001 and is now 0.5" in refuse(load=write("settings"), lr=0.5)
+    assert "--no-load-optim" in refuse(load=write("bare", has_optimizer=False))
+    assert "format 99" in refuse(load=write("new", format=99))
+    (toy.folder / "dangling").mkdir()
+    (toy.folder / "dangling" / LATEST).write_text("7\n")
+    assert "not a complete checkpoint" in refuse(load=toy.folder / "dangling")
+    (toy.folder / "dangling" / LATEST).write_text("seven\n")
+    assert "'seven', not an iteration" in refuse(load=toy.folder / "dangling")
+    (toy.folder / "empty").mkdir()
+    assert "holds no checkpoint" in refuse(load=toy.folder / "empty")
+    assert "already holds the checkpoints of a run" in refuse(save=other, log_dir=None)
+
+
+def test_only_rank_0_speaks(refuse) -> None:
+    assert refuse(world_size=2, rank=1, train_data_path="/nowhere/at/all") == ""
