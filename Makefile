@@ -1,7 +1,7 @@
 # The project's commands; `make help` lists them. Each sets up what it needs, so any of them may be the first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sft test test-unit lint format bench lock clean distclean
+.PHONY: help setup models sft test test-unit lint format bench lock clean distclean
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -22,7 +22,11 @@ setup: ## create .venv with the pinned packages; returns at once when it is up t
 sft: setup ## fine-tune a pretrained chat model on 2 local ranks and compare it before/after (RUN=FOLDER)
 	@scripts/quick_start.sh $(if $(RUN),"$(RUN)")
 
+models: setup ## fetch the pretrained model that examples and tests use
+	@$(BIN)/python scripts/fetch_smollm2.py --folder models
+
 test: setup ## run all tests (PYTEST_ARGS="-k name" for some of them)
+	@$(MAKE) --no-print-directory models || echo "going on without it: the tests that need it are skipped"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-unit: setup ## run the tests that start no other process, under a minute

@@ -182,24 +182,37 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler,
         loader: TrainLoader,
     ) -> Path:
-        """Write one checkpoint; returns its folder. A kill at any moment leaves the previous one in place."""
+        """Write one checkpoint; returns its folder. A kill at any moment leaves the previous one in place.
+
+        Does nothing if this iteration is the newest checkpoint there already, as after resuming a finished run.
+        """
         assert self.config.checkpoint.save is not None
         root = Path(self.config.checkpoint.save)
         directory = checkpoint_directory(root, iteration)
+        if self._agree(latest_iteration(root) == iteration):
+            return directory
+        temporary = directory.with_name(directory.name + ".incomplete")
         if self.parallel.is_main:
-            # whatever is there was never pointed at: the remains of a save that was cut off
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
+            shutil.rmtree(temporary, ignore_errors=True)  # the remains of a save that was cut off
+            temporary.mkdir(parents=True)
         finish_parameter_gathers(chunks)
         dist.barrier()
         state = self._state(chunks, None if self.config.checkpoint.no_save_optim else optimizer, is_loading=False)
         state |= {"iteration": iteration, "opt_param_scheduler": scheduler.state_dict(), "rng_state": self._rng_state()}
-        dist_checkpointing.save(state, str(directory), content_metadata=None)
+        dist_checkpointing.save(state, str(temporary), content_metadata=None)
         if self.parallel.is_main:
-            self._write_run_file(directory, iteration, loader)
+            self._write_run_file(temporary, iteration, loader)
+            shutil.rmtree(directory, ignore_errors=True)  # of a later iteration than the one that was resumed
+            os.replace(temporary, directory)
             _write_durably(root / LATEST, f"{iteration}\n")
         dist.barrier()
         return directory
+
+    def _agree(self, found: bool) -> bool:
+        """Rank 0's answer, on every rank: another one may look when the file system has moved on."""
+        answer = torch.tensor(int(found), device=self.parallel.device)
+        dist.broadcast(answer, src=0)
+        return bool(answer.item())
 
     def resume(
         self,

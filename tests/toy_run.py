@@ -56,6 +56,12 @@ def write_toy_data(path: Path, rows: int = 24) -> Path:
     return path
 
 
+def launch_environment() -> dict[str, str]:
+    """For a run of its own: the GPUs that are hidden from the test process are visible again."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in environment.items() if name not in ("CUDA_VISIBLE_DEVICES", "RANK")}
+
+
 class ToyRun:
     """Everything a run needs in one folder, and the command line for it."""
 
@@ -93,7 +99,7 @@ class ToyRun:
         return subprocess.run(
             [*command, str(ROOT / "pretrain_sft.py"), *self.flags(**changes)],
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=launch_environment(),
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -103,3 +109,28 @@ class ToyRun:
 def read_metrics(log_directory: Path, split: str = "train") -> list[dict[str, Any]]:
     lines = (log_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["split"] == split]
+
+
+def read_conversations(path: Path) -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def evaluate_with_transformers(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) -> float:
+    """Mean loss over the last assistant turn and its end-of-turn token, each conversation on its own.
+
+    For templates in which the turn ends with the token that ends it (white space behind it is left out).
+    """
+    import torch
+
+    total, count = 0.0, 0
+    for messages in conversations:
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(messages, return_dict=False)
+        while not tokenizer.decode(whole[-1]).strip():
+            whole = whole[:-1]
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+        for position in range(len(prompt), len(whole)):
+            total -= logits[position - 1, whole[position]].item()
+            count += 1
+    return total / count

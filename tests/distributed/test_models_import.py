@@ -1,7 +1,6 @@
 """Import, forward and export under every kind of layout, against transformers' dense model in one process."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tiny_model import make_config, write_tiny_llama
 from megatron_ext.config import Config
 
 IDS = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(4))
-SMOLLM2 = Path(os.environ.get("SMOLLM2_GGUF", "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
 def forward_logits(chunks: list, hf: Any, parallel: Any, ids: torch.Tensor) -> torch.Tensor | None:
@@ -239,36 +237,3 @@ def test_a_tied_model_with_another_output_layer_is_refused(ranks: RankPool, tmp_
     save_file(tensors, model / "model.safetensors")
     (error,) = ranks.run(1, refusal, make_config(model), None)
     assert "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight" in error
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SMOLLM2.is_file(), reason=f"{SMOLLM2} is not there; `make setup` gets it")
-@pytest.mark.timeout(600)
-def test_smollm2_from_gguf(ranks: RankPool, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    location = {"pretrained_model_name_or_path": SMOLLM2.resolve().parent, "gguf_file": SMOLLM2.name}
-    state = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32).state_dict()
-    del state["lm_head.weight"]  # tied
-    ids = torch.randint(0, 49152, (2, 48), generator=torch.Generator().manual_seed(4))
-    expected = None
-    for name, world_size, parallel in (
-        ("TP1", 1, {}),
-        ("PP2", 2, {"pipeline_model_parallel_size": 2}),
-        ("TP3", 3, {"tensor_model_parallel_size": 3}),
-    ):
-        config = make_config(SMOLLM2.resolve(), parallel=parallel)
-        logits = ranks.run(world_size, import_on_ranks, config, ids, tmp_path / name, timeout=300)[-1]
-        if expected is None:
-            expected = dense_logits(state, tmp_path / name, ids)
-        difference = (logits - expected).abs().max().item()
-        print(f"SmolLM2 {name}: largest logit difference to transformers {difference:.2e}")
-        assert difference <= 2e-3
-        assert_same_tensors(tmp_path / name, state)
-    ours, theirs = AutoTokenizer.from_pretrained(tmp_path / "TP1"), AutoTokenizer.from_pretrained(**location)
-    messages = [
-        {"role": "user", "content": "How  many é are there?\n"},
-        {"role": "assistant", "content": "One."},
-    ]
-    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
-    assert ours.eos_token_id == theirs.eos_token_id

@@ -1,11 +1,9 @@
 """pretrain_sft.py under torchrun, as a user starts it: trains, evaluates, saves, resumes, exports, fails cleanly."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from toy_run import ToyRun, read_metrics
+from toy_run import ToyRun, evaluate_with_transformers, read_conversations, read_metrics
 
 PP2 = {"pipeline_model_parallel_size": 2}
 
@@ -59,7 +57,7 @@ def test_output_of_a_run(toy: ToyRun) -> None:
     tokenizer = AutoTokenizer.from_pretrained(export)
     assert tokenizer.chat_template
     assert model.config.vocab_size == len(tokenizer)
-    loss = evaluate_with_transformers(model, tokenizer, toy.valid_data)
+    loss = evaluate_with_transformers(model, tokenizer, read_conversations(toy.valid_data))
     assert loss == pytest.approx(valid[-1]["loss"], rel=1e-5)
 
     # the configuration that was written runs as it is: it finds its own checkpoints and refuses to overwrite them
@@ -73,23 +71,6 @@ def test_output_of_a_run(toy: ToyRun) -> None:
         capture_output=True, text=True, cwd=toy.folder, timeout=60,
     )  # fmt: skip
     assert again.returncode == 0 and again.stdout == (save / "config.yaml").read_text()
-
-
-def evaluate_with_transformers(model, tokenizer, data: Path) -> float:
-    """Mean loss over assistant tokens and their end-of-turn, each row on its own."""
-    import json
-
-    total, count = 0.0, 0
-    for line in data.read_text().splitlines():
-        messages = json.loads(line)["messages"]
-        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        whole = tokenizer.apply_chat_template(messages, return_dict=False)
-        with torch.no_grad():
-            logits = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-        for position in range(len(prompt), len(whole)):
-            total -= logits[position - 1, whole[position]].item()
-            count += 1
-    return total / count
 
 
 def test_convert_hf(toy: ToyRun) -> None:
@@ -108,7 +89,7 @@ def test_convert_hf(toy: ToyRun) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=toy.folder)
     assert result.returncode == 0, result.stderr
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    loss = evaluate_with_transformers(model, AutoTokenizer.from_pretrained(target), toy.valid_data)
+    loss = evaluate_with_transformers(model, AutoTokenizer.from_pretrained(target), read_conversations(toy.valid_data))
     assert loss == pytest.approx(read_metrics(folder, "validation")[-1]["loss"], rel=1e-5)
     again = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=toy.folder)
     assert again.returncode == 2 and "not an empty directory" in again.stderr

@@ -1,0 +1,114 @@
+"""A real pretrained model from its GGUF file, on one rank, two pipeline stages and three tensor-parallel ranks: logits,
+loss on real rows, exported weights and tokenizer, against transformers reading the same file.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_models_import import assert_same_tensors, import_on_ranks
+from tiny_model import make_config
+
+from smollm2 import ROOT, load_with_transformers, require_smollm2
+from toy_run import evaluate_with_transformers, read_conversations
+
+LAYOUTS = {
+    "TP1": (1, {}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 11}),
+    "TP3": (3, {"tensor_model_parallel_size": 3}),
+}
+IDS = torch.randint(0, 49152, (2, 48), generator=torch.Generator().manual_seed(4))
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    """Eight rows of grade-school maths beside the checkout; elsewhere the project's own examples."""
+    maths = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+    if not maths.is_file():
+        return [row for row in read_conversations(ROOT / "examples/data/held_out.jsonl") if len(row) == 2][:8]
+    with maths.open(encoding="utf-8") as file:
+        rows = [json.loads(next(file)) for _ in range(8)]
+    return [
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = require_smollm2()
+    model, tokenizer = load_with_transformers(path)
+    data = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations()))
+    state = model.state_dict()
+    del state["lm_head.weight"]  # tied
+    with torch.no_grad():
+        logits = model(IDS).logits
+    return {
+        "path": path,
+        "data": data,
+        "state": state,
+        "tokenizer": tokenizer,
+        "logits": logits,
+        "loss": evaluate_with_transformers(model, tokenizer, conversations()),
+    }
+
+
+def evaluate_on_ranks(config: Any) -> float:
+    """The loss of the configured evaluation set, through the data pipeline and the wrapper."""
+    from megatron_ext import platform
+    from megatron_ext.data import load_run_data
+    from megatron_ext.evaluation import Evaluator
+    from megatron_ext.losses import LossHead, VocabShard
+    from megatron_ext.model_wrapper import MegatronModelWrapper
+    from megatron_ext.models import build_model, load_hf_config, load_initial_weights
+    from megatron_ext.parallel import create_context
+
+    parallel = create_context(config, platform.setup("cpu"))
+    hf = load_hf_config(config.model.hf_path)
+    chunks = build_model(hf, config, parallel, wrap_with_ddp=False)
+    load_initial_weights(chunks, hf, config, parallel)
+    data = load_run_data(config)
+    head = LossHead(config.losses, VocabShard(parallel.pg.tp, hf.vocab_size))
+    wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel)
+    evaluator = Evaluator(data.evaluation, wrapper, config, parallel, pad_id=data.pad_id)
+    return evaluator.run()["validation"]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_import(ranks, reference: dict[str, Any], tmp_path: Path, layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    config = make_config(reference["path"], parallel=parallel)
+    logits = ranks.run(world_size, import_on_ranks, config, IDS, tmp_path / "hf", timeout=300)[-1]
+    difference = (logits - reference["logits"]).abs().max().item()
+    print(f"SmolLM2 {layout}: largest logit difference to transformers {difference:.1e}")
+    assert difference <= 2e-3
+    assert_same_tensors(tmp_path / "hf", reference["state"])
+    if layout == "TP1":
+        from transformers import AutoTokenizer
+
+        ours, theirs = AutoTokenizer.from_pretrained(tmp_path / "hf"), reference["tokenizer"]
+        messages = [{"role": "user", "content": "How  many é are there?\n"}, {"role": "assistant", "content": "One."}]
+        assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+        assert ours.eos_token_id == theirs.eos_token_id
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_on_real_rows(ranks, reference: dict[str, Any], layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    rows = str(reference["data"])
+    config = make_config(
+        reference["path"],
+        parallel=parallel,
+        data={"train_data_path": rows, "valid_data_path": rows, "seq_length": 512},
+        evaluation={"eval_micro_batch_size": 4},
+    )
+    losses = ranks.run(world_size, evaluate_on_ranks, config, timeout=300)
+    error = abs(losses[0] / reference["loss"] - 1)
+    print(f"SmolLM2 {layout}: loss {losses[0]:.6f}, relative difference to transformers {error:.1e}")
+    assert error <= 1e-4
+    assert losses == [losses[0]] * world_size
