@@ -3,8 +3,8 @@ names the file and the line. Owns the file format and nothing behind it: no temp
 
 Two shapes of row are understood:
 
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools":
-    [...]} {"prompt": "...", "completion": "..."}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
+    {"prompt": "...", "completion": "..."}
 
 `messages` wins where a row has both; keys that are not named here are ignored. A message keeps its further
 keys (`tool_calls`, `name`, `reasoning_content`, ...), because chat templates read them.
