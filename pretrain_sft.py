@@ -32,6 +32,7 @@ def _prepare(config: Config) -> Callable[[], None]:
     check_save(config)
     source = open_source(hf, config.model.random_init, config.training.seed)
     data = load_run_data(config)
+    data.check_vocabulary(hf.vocab_size)
 
     def run() -> None:
         with parallel_session(config, chosen) as parallel:

@@ -35,7 +35,8 @@ class DataReport:
 class SFTDataset:
     """The samples of one JSONL file, in file order, without the rows that keep no trained token.
 
-    `report` counts, `fingerprint` is a hash over all token ids and masks, `max_length` the longest sample.
+    `report` counts, `fingerprint` is a hash over all token ids and masks, `max_length` the longest sample,
+    `largest_token_id` what the model's vocabulary has to hold.
     Raises ValueError for a bad row (naming file and line) and when no row keeps a trained token.
     """
 
@@ -78,6 +79,7 @@ class SFTDataset:
             trained_tokens=sum(1 for weight in self._masks if weight),
         )
         self.max_length = max(end - start for start, end in zip(self._ends, self._ends[1:], strict=False))
+        self.largest_token_id = max(self._tokens)
         self.fingerprint = self._hash()
 
     def __len__(self) -> int:

@@ -18,6 +18,19 @@ class RunData:
     evaluation: dict[str, SFTDataset]
     pad_id: int
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the model does not have: it would look up rows that are not there.
+
+        Raises:
+            ValueError: naming the data file, the id and the model's size.
+        """
+        for dataset in (self.train, *self.evaluation.values()):
+            if dataset.largest_token_id >= vocab_size:
+                raise ValueError(
+                    f"data file {dataset.path} is encoded with token id {dataset.largest_token_id}, but the model's "
+                    f"vocab_size is {vocab_size}; give the model's own tokenizer (tokenizer_path)"
+                )
+
 
 def load_run_data(config: Config) -> RunData:
     """Encode the training file and every evaluation set.

@@ -118,6 +118,12 @@ def test_tokenizer_without_a_template(refuse, toy: ToyRun, tmp_path: Path) -> No
     assert "chat template" in message and "chat_template" in message
 
 
+def test_tokenizer_larger_than_the_model(refuse, tmp_path: Path) -> None:
+    write_toy_model(tmp_path, vocab_size=12)
+    message = refuse(hf_path=tmp_path)
+    assert "token id" in message and "vocab_size is 12" in message and "tokenizer_path" in message
+
+
 def test_unsupported_architecture(refuse, tmp_path: Path) -> None:
     write_toy_model(tmp_path, architectures=["GPT2LMHeadModel"])
     message = refuse(hf_path=tmp_path)

@@ -106,6 +106,6 @@ def test_the_shipped_example_data_is_clean():
                 parts = message["content"].split(" | ")
                 if message["role"] == "assistant":
                     assert [part.split(": ")[0] for part in parts] == ["Short answer", "Why", "Next step"], row.where
-    assert sizes["train"] >= 300 and sizes["held_out"] == 40
+    assert sizes["train"] >= 300 and sizes["held_out"] == 24
     every = [prompt.casefold() for name in prompts for prompt in prompts[name]]
     assert len(set(every)) == len(every)
