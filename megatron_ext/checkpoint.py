@@ -199,7 +199,7 @@ class Checkpointer:
         dist.barrier()
         state = self._state(chunks, None if self.config.checkpoint.no_save_optim else optimizer, is_loading=False)
         state |= {"iteration": iteration, "opt_param_scheduler": scheduler.state_dict(), "rng_state": self._rng_state()}
-        dist_checkpointing.save(state, str(temporary), content_metadata=None)
+        dist_checkpointing.save(state, str(temporary), async_strategy="mcore")
         if self.parallel.is_main:
             self._write_run_file(temporary, iteration, loader)
             shutil.rmtree(directory, ignore_errors=True)  # of a later iteration than the one that was resumed

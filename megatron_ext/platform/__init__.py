@@ -44,4 +44,8 @@ def setup(device: DeviceRequest = "auto") -> Platform:
             has_transformer_engine=found["transformer_engine"].usable,
             has_apex=found["apex"].usable,
         )
+    # imports megatron.core, so only now
+    from megatron_ext.platform.checkpoint_writer import write_in_process
+
+    write_in_process()
     return _platform

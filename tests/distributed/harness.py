@@ -70,8 +70,7 @@ class RankPool:
         context = mp.get_context("spawn")
         for rank in range(POOL_SIZE):
             ours, theirs = context.Pipe()
-            # not a daemon: checkpoints are written through a process of their own
-            process = context.Process(target=_serve, args=(rank, self._store.port, theirs))
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

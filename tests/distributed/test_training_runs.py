@@ -128,6 +128,22 @@ def test_resume_under_the_same_layout_is_exact(run, toy: ToyRun, layout: str) ->
     assert numbers(resumed) == numbers(whole)[3:]
 
 
+def children_after_saving(flags: list[str]) -> list[str]:
+    import psutil
+
+    train(flags)
+    return [
+        " ".join(child.cmdline()) for child in psutil.Process().children() if "resource_tracker" not in child.name()
+    ]
+
+
+def test_saving_leaves_no_process_behind(ranks, toy: ToyRun) -> None:
+    """A helper process of the writer would outlive a rank that is killed."""
+    flags = toy.flags(train_iters=1, save=toy.folder / "alone", log_dir=None)
+    (children,) = ranks.run(1, children_after_saving, flags)
+    assert children == []
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_bf16_trains_and_resumes(run, toy: ToyRun, undisturbed: list, optimizer: str) -> None:
     layout = "TP2 distributed optimizer" if optimizer == "adam" else "TP2 SP"
