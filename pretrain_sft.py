@@ -17,11 +17,11 @@ def _prepare(config: Config) -> Callable[[], None]:
 
     chosen = platform.setup(config.training.device)
     # these import megatron.core, so only after the platform is set up
-    from megatron_ext.checkpoint import check_load, check_save
     from megatron_ext.data import load_run_data
     from megatron_ext.models.hf_config import check_model_layout, load_hf_config
     from megatron_ext.models.sources import open_source
-    from megatron_ext.parallel import parallel_session, world_size_from_environment
+    from megatron_ext.parallel import is_main_from_environment, parallel_session, world_size_from_environment
+    from megatron_ext.run_folder import check_load, check_outputs, check_save
     from megatron_ext.trainer import Trainer
 
     check_layout(config, world_size_from_environment())
@@ -31,8 +31,9 @@ def _prepare(config: Config) -> Callable[[], None]:
     check_load(config, hf)
     check_save(config)
     source = open_source(hf, config.model.random_init, config.training.seed)
-    data = load_run_data(config)
-    data.check_vocabulary(hf.vocab_size)
+    data = load_run_data(config).for_vocabulary(hf.vocab_size)
+    if is_main_from_environment():
+        check_outputs(config)
 
     def run() -> None:
         with parallel_session(config, chosen) as parallel:
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
             return 0
         run = _prepare(command.config)
     except ValueError as error:  # ConfigError is one
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same; one of each machine says it
             print(f"error: {error}", file=sys.stderr)
         return 2
     run()

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.config import Config
 from megatron_ext.data import TrainLoader
@@ -27,141 +27,17 @@ from megatron_ext.models.factory import finish_parameter_gathers
 from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.optimizer import initialize_optimizer_state, load_optimizer_state
 from megatron_ext.parallel import ParallelContext
-
-LATEST = "latest_checkpointed_iteration.txt"
-RUN_FILE = "run.json"
-FORMAT = 1
-
-
-def checkpoint_directory(root: Path, iteration: int) -> Path:
-    return root / f"iter_{iteration:07d}"
-
-
-def latest_iteration(root: Path) -> int | None:
-    """The newest complete checkpoint under `root`, None if there is none.
-
-    Raises:
-        ValueError: the pointer file is there but does not hold a number, or points at nothing.
-    """
-    pointer = root / LATEST
-    if not pointer.exists():
-        return None
-    text = pointer.read_text(encoding="utf-8").strip()
-    if not text.isdecimal():
-        raise ValueError(f"{pointer} holds {text!r}, not an iteration; write the number of a checkpoint into it")
-    iteration = int(text)
-    if not (checkpoint_directory(root, iteration) / RUN_FILE).exists():
-        raise ValueError(
-            f"{pointer} names iteration {iteration}, but {checkpoint_directory(root, iteration)} is not a complete "
-            f"checkpoint of this project; write the number of another checkpoint into {LATEST}"
-        )
-    return iteration
-
-
-def _identity(hf: HFConfig) -> dict[str, Any]:
-    """What makes two models the same for a checkpoint: the architecture and its sizes, not where it came from."""
-    names = [
-        "vocab_size",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_layers",
-        "num_attention_heads",
-        "num_query_groups",
-        "head_dim",
-        "tied",
-        "layernorm_epsilon",
-    ]
-    sizes = {name: getattr(hf, name) for name in names}
-    return {"architecture": hf.family.architecture, **sizes, "rope_parameters": dict(hf.rope_parameters)}
-
-
-def _training_settings(config: Config) -> dict[str, Any]:
-    """What determines the loss curve. The layout, the micro-batch size and the logging are free to change."""
-    optimizer = config.optimizer.model_dump()
-    optimizer["lr_decay_iters"] = config.lr_decay_iters
-    settings: dict[str, Any] = {f"optimizer.{name}": value for name, value in optimizer.items()}
-    settings |= {f"losses.{name}": loss.model_dump() for name, loss in config.losses.items()}
-    for section, names in {
-        "training": ("global_batch_size", "seed", "bf16"),
-        "model": ("attention_dropout", "hidden_dropout"),
-    }.items():
-        values = getattr(config, section).model_dump()
-        settings |= {f"{section}.{name}": values[name] for name in names}
-    return settings
-
-
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    names = sorted(saved.keys() | current.keys())
-    absent = "absent"
-    return [
-        f"{name} was {saved.get(name, absent)} and is now {current.get(name, absent)}"
-        for name in names
-        if saved.get(name, absent) != current.get(name, absent)
-    ]
-
-
-def read_run_file(directory: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself.
-
-    Raises:
-        ValueError: the file is missing, damaged, or of a newer format.
-    """
-    path = directory / RUN_FILE
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        version = run["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); {directory} is not a complete checkpoint") from None
-    if version != FORMAT:
-        raise ValueError(f"{path} has format {version}, this version reads {FORMAT}; use the version that wrote it")
-    return run
-
-
-def check_load(config: Config, hf: HFConfig) -> None:
-    """Refuse a checkpoint that does not belong to this model and these settings. Needs no process group.
-
-    Raises:
-        ValueError: naming every difference.
-    """
-    if config.checkpoint.load is None:
-        return
-    root = Path(config.checkpoint.load)
-    iteration = latest_iteration(root)
-    if iteration is None:
-        raise ValueError(f"checkpoint.load {root} holds no checkpoint ({LATEST} is missing); give the folder of a run")
-    run = read_run_file(checkpoint_directory(root, iteration))
-    different = _differences(run["model"], _identity(hf))
-    if different:
-        raise ValueError(f"checkpoint.load {root} is of another model: {'; '.join(different)}; give its own model")
-    if config.checkpoint.finetune:
-        return
-    different = _differences(run["settings"], _training_settings(config))
-    if config.checkpoint.no_load_optim:
-        different = [difference for difference in different if not difference.startswith("optimizer.")]
-    elif not run["has_optimizer"]:
-        raise ValueError(f"checkpoint.load {root} was saved without optimizer states; add --no-load-optim")
-    if different:
-        raise ValueError(
-            f"checkpoint.load {root} cannot be continued with other settings: {'; '.join(different)}; "
-            "restore them, or start a new run from its weights with --finetune"
-        )
-
-
-def check_save(config: Config) -> None:
-    """Refuse to mix a new run into the checkpoints of another one.
-
-    Raises:
-        ValueError: `save` already holds checkpoints and is not what `load` continues.
-    """
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None or not (Path(save) / LATEST).exists():
-        return
-    continues = load is not None and Path(load).resolve() == Path(save).resolve() and not config.checkpoint.finetune
-    if not continues:
-        raise ValueError(
-            f"checkpoint.save {save} already holds the checkpoints of a run; continue it with --load {save}, "
-            "or give another folder"
-        )
+from megatron_ext.run_folder import (
+    FORMAT,
+    LATEST,
+    RUN_FILE,
+    checkpoint_directory,
+    latest_iteration,
+    model_identity,
+    read_run_file,
+    training_settings,
+    write_durably,
+)
 
 
 class Checkpointer:
@@ -181,16 +57,17 @@ class Checkpointer:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         loader: TrainLoader,
-    ) -> Path:
+    ) -> Path | None:
         """Write one checkpoint; returns its folder. A kill at any moment leaves the previous one in place.
 
-        Does nothing if this iteration is the newest checkpoint there already, as after resuming a finished run.
+        Does nothing (and returns None) if this iteration is the newest checkpoint there already, as after resuming a
+        finished run.
         """
         assert self.config.checkpoint.save is not None
         root = Path(self.config.checkpoint.save)
         directory = checkpoint_directory(root, iteration)
         if self._agree(latest_iteration(root) == iteration):
-            return directory
+            return None
         temporary = directory.with_name(directory.name + ".incomplete")
         if self.parallel.is_main:
             shutil.rmtree(temporary, ignore_errors=True)  # the remains of a save that was cut off
@@ -204,7 +81,7 @@ class Checkpointer:
             self._write_run_file(temporary, iteration, loader)
             shutil.rmtree(directory, ignore_errors=True)  # of a later iteration than the one that was resumed
             os.replace(temporary, directory)
-            _write_durably(root / LATEST, f"{iteration}\n")
+            write_durably(root / LATEST, f"{iteration}\n")
         dist.barrier()
         return directory
 
@@ -266,9 +143,11 @@ class Checkpointer:
     def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
         try:
             return dist_checkpointing.load(state, str(directory))
-        except Exception as error:  # torch, pickle and Megatron-Core each have their own kinds
+        # torch, pickle and Megatron-Core each have their own kinds; torch's is no Exception, and quotes tracebacks
+        except (Exception, CheckpointException) as error:
+            reason = (str(error).strip().splitlines() or ["no message"])[0][:200]
             raise ValueError(
-                f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {error}); "
+                f"checkpoint {directory} cannot be loaded ({type(error).__name__}: {reason}); "
                 f"write the number of another checkpoint into {directory.parent / LATEST}"
             ) from error
 
@@ -332,20 +211,10 @@ class Checkpointer:
         run = {
             "format": FORMAT,
             "iteration": iteration,
-            "model": _identity(self.hf),
-            "settings": _training_settings(self.config),
+            "model": model_identity(self.hf),
+            "settings": training_settings(self.config),
             "has_optimizer": not self.config.checkpoint.no_save_optim,
             "layout": self._layout(),
             "loader": loader.state_dict(),
         }
-        _write_durably(directory / RUN_FILE, json.dumps(run, indent=1) + "\n")
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old text or the new one, also after a crash."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+        write_durably(directory / RUN_FILE, json.dumps(run, indent=1) + "\n")

@@ -277,15 +277,17 @@ class MegatronModelWrapper:
         The earlier gradients are already reduced over ranks: adding to them and reducing again would count them once
         for every rank. They also have another denominator.
         """
-        if self._accumulated_weight is None or not self._any_gradient():
+        if self._accumulated_weight is None:
             self._accumulated_weight = denominator
             return None
-        accumulated = _Accumulated(
-            gradients=[gradient.clone() for gradient in self._gradients()], weight=self._accumulated_weight
-        )
+        accumulated = None
+        if self._any_gradient():
+            gradients = [gradient.clone() for gradient in self._gradients()]
+            accumulated = _Accumulated(gradients=gradients, weight=self._accumulated_weight)
+        # also where all of it is zero: DDP has to be ready for another reduction
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
-        self._accumulated_weight = accumulated.weight + denominator
+        self._accumulated_weight = denominator if accumulated is None else accumulated.weight + denominator
         return accumulated
 
     def _merge_accumulated(self, before: "_Accumulated") -> None:

@@ -4,6 +4,7 @@ Everything later gets its ranks and groups from the `ParallelContext` made here.
 (tensor), cp (context), pp (pipeline), dp (data), ep (expert); ranks run fastest over tp, then cp, dp, pp.
 """
 
+import gc
 import os
 import random
 import sys
@@ -69,8 +70,15 @@ def _complete_environment() -> None:
 
 
 def world_size_from_environment() -> int:
-    """The number of ranks the launcher started; 1 without a launcher. Needs no process group."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of ranks the launcher started; 1 without a launcher. Needs no process group.
+
+    Raises:
+        ValueError: WORLD_SIZE is not a number of ranks.
+    """
+    text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"the environment variable WORLD_SIZE is {text!r}, not a number of ranks; start with torchrun")
+    return int(text)
 
 
 def is_main_from_environment() -> bool:
@@ -136,6 +144,8 @@ def create_context(config: Config, platform: Platform) -> ParallelContext:
 def destroy_context() -> None:
     """Forget Megatron-Core's process groups; the default group stays, ready for another layout."""
     parallel_state.destroy_model_parallel()
+    # groups live in reference cycles, and each gloo group keeps threads until it is collected
+    gc.collect()
 
 
 def _start_default_group(config: Config, platform: Platform) -> dist.Store:

@@ -53,7 +53,8 @@ def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
 def evaluation_line(split: str, iteration: int, metrics: Mapping[str, float]) -> str:
     """The metrics of one evaluation set."""
     hidden = {"num_tokens", "num_input_tokens"}
-    if all(value == metrics["loss"] for name, value in metrics.items() if name not in hidden):
+    # compared as text: NaN is not equal to itself
+    if {str(value) for name, value in metrics.items() if name not in hidden} == {str(metrics["loss"])}:
         hidden.add("loss")  # the total of one loss of weight 1 says nothing more
     losses = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in hidden)
     return f"evaluation at iteration {iteration} | {split}: {losses} over {metrics['num_tokens']:,.0f} tokens"

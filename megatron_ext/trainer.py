@@ -170,7 +170,8 @@ class Trainer:
         if self.config.checkpoint.save is None:
             return
         path = self.checkpointer.save(self.iteration, self.chunks, self.optimizer, self.scheduler, self.loader)
-        self._say(f"saved {path}")
+        if path is not None:
+            self._say(f"saved {path}")
 
     def _export(self) -> None:
         target = self.config.checkpoint.save_hf

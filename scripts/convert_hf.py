@@ -29,11 +29,12 @@ def convert(config: Config) -> None:
     from megatron_ext import platform
 
     chosen = platform.setup(config.training.device)
-    from megatron_ext.checkpoint import Checkpointer, check_load
+    from megatron_ext.checkpoint import Checkpointer
     from megatron_ext.models.export import check_export_directory, export_hf
     from megatron_ext.models.factory import build_model
     from megatron_ext.models.hf_config import check_model_layout, load_hf_config
     from megatron_ext.parallel import parallel_session
+    from megatron_ext.run_folder import check_load
 
     hf = load_hf_config(config.model.hf_path)
     check_model_layout(hf, config)

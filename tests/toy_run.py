@@ -56,9 +56,10 @@ def write_toy_data(path: Path, rows: int = 24) -> Path:
     return path
 
 
-def launch_environment() -> dict[str, str]:
+def launch_environment(path: Path | None = None) -> dict[str, str]:
     """For a run of its own: the GPUs that are hidden from the test process are visible again."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    python_path = str(ROOT) if path is None else f"{path}:{ROOT}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     return {name: value for name, value in environment.items() if name not in ("CUDA_VISIBLE_DEVICES", "RANK")}
 
 
@@ -93,13 +94,15 @@ class ToyRun:
             for text in (f"--{name.replace('_', '-')}", str(value))
         ]
 
-    def run(self, ranks: int, *, timeout: float = 150, **changes: Any) -> subprocess.CompletedProcess:
-        """pretrain_sft.py under torchrun."""
+    def run(
+        self, ranks: int, *, timeout: float = 150, path: Path | None = None, **changes: Any
+    ) -> subprocess.CompletedProcess:
+        """pretrain_sft.py under torchrun; `path` holds packages that come before the installed ones."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         return subprocess.run(
             [*command, str(ROOT / "pretrain_sft.py"), *self.flags(**changes)],
             cwd=self.folder,
-            env=launch_environment(),
+            env=launch_environment(path),
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -2,7 +2,8 @@
 tokenizer or files is found before any rank waits for another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_ext.config import Config
 from megatron_ext.data.chat import ChatEncoder
@@ -18,11 +19,12 @@ class RunData:
     evaluation: dict[str, SFTDataset]
     pad_id: int
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids that the model does not have: it would look up rows that are not there.
+    def for_vocabulary(self, vocab_size: int) -> Self:
+        """The same data for a model of this size; padding is any id that the model has.
 
         Raises:
-            ValueError: naming the data file, the id and the model's size.
+            ValueError: a token id is none of the model's (it would look up rows that are not there), naming the data
+                file, the id and the model's size.
         """
         for dataset in (self.train, *self.evaluation.values()):
             if dataset.largest_token_id >= vocab_size:
@@ -30,6 +32,7 @@ class RunData:
                     f"data file {dataset.path} is encoded with token id {dataset.largest_token_id}, but the model's "
                     f"vocab_size is {vocab_size}; give the model's own tokenizer (tokenizer_path)"
                 )
+        return replace(self, pad_id=self.pad_id if self.pad_id < vocab_size else 0)
 
 
 def load_run_data(config: Config) -> RunData:

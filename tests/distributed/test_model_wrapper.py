@@ -15,6 +15,11 @@ LAYOUTS = {
     "CP2": (2, {"context_parallel_size": 2}, {}),
     "DP2": (2, {}, {}),
     "DP2 distributed optimizer": (2, {}, {"use_distributed_optimizer": True}),
+    "DP2 overlapped": (
+        2,
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"use_distributed_optimizer": True},
+    ),
     "TP2 PP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {}),
     "PP2 CP2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}, {}),
 }
@@ -65,7 +70,9 @@ def accumulate(config, batches: list, zero_with_megatron: bool) -> list[dict[str
 @layouts
 def test_several_calls_accumulate_like_one(ranks, model, layout: str) -> None:
     world_size, config = config_of(model, layout)
-    answers = ranks.run(world_size, accumulate, config, [make_batch(1), make_batch(2), make_batch(3)], False)
+    empty = make_batch(4)  # leaves gradients of zero, and is first
+    empty["loss_mask"] = torch.zeros_like(empty["loss_mask"])
+    answers = ranks.run(world_size, accumulate, config, [empty, make_batch(1), make_batch(2), make_batch(3)], False)
     check_accumulation(answers, model)
 
 

@@ -40,12 +40,12 @@ RESUMES = [
 def train(flags: list[str]) -> None:
     """What pretrain_sft.py does, inside the pool's process group."""
     from megatron_ext import platform
-    from megatron_ext.checkpoint import check_load, check_save
     from megatron_ext.config import check_files, check_layout, load_config
     from megatron_ext.data import load_run_data
     from megatron_ext.models.hf_config import check_model_layout, load_hf_config
     from megatron_ext.models.sources import open_source
     from megatron_ext.parallel import create_context
+    from megatron_ext.run_folder import check_load, check_save
     from megatron_ext.trainer import Trainer
 
     config = load_config(flags)

@@ -95,14 +95,13 @@ def test_convert_hf(toy: ToyRun) -> None:
     assert again.returncode == 2 and "not an empty directory" in again.stderr
 
 
-def test_a_failing_rank_ends_the_run_with_its_error(toy: ToyRun) -> None:
-    """One rank cannot write its log: both end at once, and the first error is what is shown."""
-    blocked = toy.folder / "blocked"
-    blocked.mkdir()
-    (blocked / "metrics.jsonl").mkdir()
-    result = toy.run(2, **PP2, log_dir=blocked, timeout=100)
+def test_a_failing_rank_ends_the_run_with_its_error(toy: ToyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails where rank 1 goes on: both end at once, and the first error is what is shown."""
+    (toy.folder / "fake" / "wandb").mkdir(parents=True)
+    (toy.folder / "fake" / "wandb" / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no network')\n")
+    result = toy.run(2, **PP2, wandb_project="p", log_dir=toy.folder / "failing", timeout=100, path=toy.folder / "fake")
     assert result.returncode != 0
-    assert "[rank 0] failed" in result.stderr and "metrics.jsonl" in result.stderr
+    assert "[rank 0] failed" in result.stderr and "RuntimeError: no network" in result.stderr
     assert "[rank 1] failed" not in result.stderr
 
 

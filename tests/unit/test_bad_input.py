@@ -31,6 +31,7 @@ def refuse(toy: ToyRun, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monke
     def run(*extra: str, world_size: int = 1, rank: int = 0, **changes) -> str:
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         before = snapshot(toy.folder)
         assert pretrain_sft.main([*toy.flags(**changes), *extra]) == 2
         assert snapshot(toy.folder) == before, "files were touched"
@@ -135,16 +136,16 @@ def test_model_without_weights(refuse, toy: ToyRun) -> None:
 
 
 def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> None:
-    from megatron_ext.checkpoint import FORMAT, LATEST, RUN_FILE, _identity, _training_settings
     from megatron_ext.config import load_config
     from megatron_ext.models.hf_config import load_hf_config
+    from megatron_ext.run_folder import FORMAT, LATEST, RUN_FILE, model_identity, training_settings
 
     config, hf = load_config(toy.flags()), load_hf_config(toy.model)
     run = {
         "format": FORMAT,
         "iteration": 3,
-        "model": _identity(hf),
-        "settings": _training_settings(config),
+        "model": model_identity(hf),
+        "settings": training_settings(config),
         "has_optimizer": True,
         "layout": {},
         "loader": {},
@@ -169,8 +170,32 @@ def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> N
     assert "'seven', not an iteration" in refuse(load=toy.folder / "dangling")
     (toy.folder / "empty").mkdir()
     assert "holds no checkpoint" in refuse(load=toy.folder / "empty")
+    for damaged in ({"model": []}, {"settings": None}, {"iteration": "x"}, {"layout": 1}):
+        root = write(f"damaged {next(iter(damaged))}", **damaged)
+        assert "cannot be read" in refuse(load=root) and next(iter(damaged)) in refuse(load=root)
+    (toy.folder / "dangling" / LATEST).write_bytes(b"\xff\xfe")
+    assert f"{LATEST} cannot be read" in refuse(load=toy.folder / "dangling")
+    (toy.folder / "dangling" / LATEST).write_text("9" * 5000)
+    assert "not an iteration" in refuse(load=toy.folder / "dangling")
     assert "already holds the checkpoints of a run" in refuse(save=other, log_dir=None)
 
 
 def test_only_rank_0_speaks(refuse) -> None:
     assert refuse(world_size=2, rank=1, train_data_path="/nowhere/at/all") == ""
+
+
+@pytest.mark.parametrize("setting", ["save", "log_dir", "save_hf"])
+def test_places_that_cannot_be_written_to(toy: ToyRun, refuse, setting: str) -> None:
+    message = refuse(**{setting: "/proc/nowhere/at/all"})
+    assert setting in message and "/proc/nowhere" in message
+
+
+def test_log_file_that_is_a_directory(toy: ToyRun, refuse) -> None:
+    (toy.folder / "odd log" / "metrics.jsonl").mkdir(parents=True)
+    message = refuse(log_dir=toy.folder / "odd log")
+    assert "logging.log_dir" in message and "metrics.jsonl" in message
+
+
+@pytest.mark.parametrize("text", ["0", "abc", "-1"])
+def test_world_size_that_is_none(toy: ToyRun, refuse, text: str) -> None:
+    assert "WORLD_SIZE" in refuse(world_size=text)

@@ -13,7 +13,7 @@ LAYERS = [
     {"platform"},
     {"parallel"},
     {"models", "data", "losses"},
-    {"outputs", "optimizer"},
+    {"outputs", "optimizer", "run_folder"},
     {"model_wrapper"},
     {"evaluation", "checkpoint", "metrics", "run_report"},
     {"trainer"},

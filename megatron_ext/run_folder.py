@@ -1,0 +1,195 @@
+"""The folder of a run on disk: the pointer to its newest checkpoint, what a checkpoint says about itself (`run.json`),
+and what has to agree before a run continues one or writes beside it. Needs no process group; the tensors are
+`checkpoint.py`'s.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import Config
+from megatron_ext.models.hf_config import HFConfig
+
+LATEST = "latest_checkpointed_iteration.txt"
+RUN_FILE = "run.json"
+FORMAT = 1
+
+
+def checkpoint_directory(root: Path, iteration: int) -> Path:
+    return root / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: Path) -> int | None:
+    """The newest complete checkpoint under `root`, None if there is none.
+
+    Raises:
+        ValueError: the pointer file is there but does not hold a number, or points at nothing.
+    """
+    pointer = root / LATEST
+    if not pointer.exists():
+        return None
+    try:
+        text = pointer.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{pointer} cannot be read ({error}); write the number of a checkpoint into it") from None
+    if not re.fullmatch(r"\d{1,12}", text):
+        raise ValueError(f"{pointer} holds {text[:20]!r}, not an iteration; write the number of a checkpoint into it")
+    iteration = int(text)
+    if not (checkpoint_directory(root, iteration) / RUN_FILE).exists():
+        raise ValueError(
+            f"{pointer} names iteration {iteration}, but {checkpoint_directory(root, iteration)} is not a complete "
+            f"checkpoint of this project; write the number of another checkpoint into {LATEST}"
+        )
+    return iteration
+
+
+def model_identity(hf: HFConfig) -> dict[str, Any]:
+    """What makes two models the same for a checkpoint: the architecture and its sizes, not where it came from."""
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_layers",
+        "num_attention_heads",
+        "num_query_groups",
+        "head_dim",
+        "tied",
+        "layernorm_epsilon",
+    ]
+    sizes = {name: getattr(hf, name) for name in names}
+    return {"architecture": hf.family.architecture, **sizes, "rope_parameters": dict(hf.rope_parameters)}
+
+
+def training_settings(config: Config) -> dict[str, Any]:
+    """What determines the loss curve. The layout, the micro-batch size and the logging are free to change."""
+    optimizer = config.optimizer.model_dump()
+    optimizer["lr_decay_iters"] = config.lr_decay_iters
+    settings: dict[str, Any] = {f"optimizer.{name}": value for name, value in optimizer.items()}
+    settings |= {f"losses.{name}": loss.model_dump() for name, loss in config.losses.items()}
+    for section, names in {
+        "training": ("global_batch_size", "seed", "bf16"),
+        "model": ("attention_dropout", "hidden_dropout"),
+    }.items():
+        values = getattr(config, section).model_dump()
+        settings |= {f"{section}.{name}": values[name] for name in names}
+    return settings
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | current.keys())
+    absent = "absent"
+    return [
+        f"{name} was {saved.get(name, absent)} and is now {current.get(name, absent)}"
+        for name in names
+        if saved.get(name, absent) != current.get(name, absent)
+    ]
+
+
+def read_run_file(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself.
+
+    Raises:
+        ValueError: the file is missing, damaged, or of a newer format.
+    """
+    path = directory / RUN_FILE
+    kinds = {"iteration": int, "model": dict, "settings": dict, "has_optimizer": bool, "layout": dict, "loader": dict}
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        version = run["format"]
+        if version == FORMAT:
+            damaged = [name for name, kind in kinds.items() if not isinstance(run.get(name), kind)]
+            if damaged:
+                raise ValueError(f"{', '.join(damaged)}: missing or of the wrong kind")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {directory} is not a complete checkpoint") from None
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version}, this version reads {FORMAT}; use the version that wrote it")
+    return run
+
+
+def check_load(config: Config, hf: HFConfig) -> None:
+    """Refuse a checkpoint that does not belong to this model and these settings. Needs no process group.
+
+    Raises:
+        ValueError: naming every difference.
+    """
+    if config.checkpoint.load is None:
+        return
+    root = Path(config.checkpoint.load)
+    iteration = latest_iteration(root)
+    if iteration is None:
+        raise ValueError(f"checkpoint.load {root} holds no checkpoint ({LATEST} is missing); give the folder of a run")
+    run = read_run_file(checkpoint_directory(root, iteration))
+    different = _differences(run["model"], model_identity(hf))
+    if different:
+        raise ValueError(f"checkpoint.load {root} is of another model: {'; '.join(different)}; give its own model")
+    if config.checkpoint.finetune:
+        return
+    different = _differences(run["settings"], training_settings(config))
+    if config.checkpoint.no_load_optim:
+        different = [difference for difference in different if not difference.startswith("optimizer.")]
+    elif not run["has_optimizer"]:
+        raise ValueError(f"checkpoint.load {root} was saved without optimizer states; add --no-load-optim")
+    if different:
+        raise ValueError(
+            f"checkpoint.load {root} cannot be continued with other settings: {'; '.join(different)}; "
+            "set them as they were (lr_decay_iters follows train_iters unless it is set), "
+            "or start a new run from its weights with --finetune"
+        )
+
+
+def check_save(config: Config) -> None:
+    """Refuse to mix a new run into the checkpoints of another one.
+
+    Raises:
+        ValueError: `save` already holds checkpoints and is not what `load` continues.
+    """
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is None or not (Path(save) / LATEST).exists():
+        return
+    continues = load is not None and Path(load).resolve() == Path(save).resolve() and not config.checkpoint.finetune
+    if not continues:
+        raise ValueError(
+            f"checkpoint.save {save} already holds the checkpoints of a run; continue it with --load {save}, "
+            "or give another folder"
+        )
+
+
+def check_outputs(config: Config) -> None:
+    """Make the folders that the run will write to, and see that it can: found out now, not after the training.
+
+    The last check, on one rank; nothing else is wrong by then.
+
+    Raises:
+        ValueError: naming the setting, the path and the system's reason.
+    """
+    folders = {}
+    if config.checkpoint.save is not None:
+        folders["checkpoint.save"] = config.checkpoint.save
+    if config.checkpoint.save_hf is not None:
+        folders["checkpoint.save_hf"] = str(Path(config.checkpoint.save_hf).parent)
+    folders["logging.log_dir"] = str(config.log_directory)
+    for setting, folder in folders.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            if setting == "logging.log_dir":
+                for name in ("metrics.jsonl", "config.yaml"):
+                    (Path(folder) / name).open("a", encoding="utf-8").close()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{setting}: {folder} cannot be written to ({error}); give another folder") from None
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a file in one step: readers see the old text or the new one, also after a crash."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
