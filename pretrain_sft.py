@@ -4,11 +4,15 @@ Every setting is a flag too; `--help` lists them all. Mistakes in the configurat
 run before any rank waits for another, with one sentence and exit code 2.
 """
 
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from megatron_ext.config import Config, check_files, check_layout, config_to_yaml, parse_command_line
+
+SECONDS_FOR_THE_FIRST_RANK = 10.0
 
 
 def _prepare(config: Config) -> Callable[[], None]:
@@ -42,6 +46,23 @@ def _prepare(config: Config) -> Callable[[], None]:
     return run
 
 
+def _report(error: ValueError) -> None:
+    """Say what is wrong, once for each machine, and leave it for the launcher's own report.
+
+    Every rank finds the same mistake. The others give the first rank of the machine time to speak: a launcher ends all
+    ranks as soon as one of them exits. A rank that is not ended by then speaks too, for it may be alone with its error.
+    """
+    text = f"error: {error}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    print(text, file=sys.stderr, flush=True)
+    launcher_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if launcher_file:  # torchrun shows its content as the root cause
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(launcher_file, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": details}}, file)
+
+
 def main(arguments: list[str]) -> int:
     try:
         command = parse_command_line(arguments)
@@ -50,12 +71,11 @@ def main(arguments: list[str]) -> int:
             return 0
         run = _prepare(command.config)
     except ValueError as error:  # ConfigError is one
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same; one of each machine says it
-            print(f"error: {error}", file=sys.stderr)
+        _report(error)
         return 2
     run()
     return 0
 
 
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file again
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,10 @@
 """What a run says on the terminal: the resolved layout and batch arithmetic, progress lines, evaluation lines."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.parallel import ParallelContext
-
-
-def _axis(name: str, size: int) -> str:
-    return f"{name}{size}"
 
 
 def describe_layout(config: Config, parallel: ParallelContext) -> str:
@@ -24,7 +20,7 @@ def describe_layout(config: Config, parallel: ParallelContext) -> str:
     micro_batches = config.num_micro_batches(p.world_size)
     return "\n".join(
         (
-            f"layout   {p.world_size} ranks = TP {p.tp_size} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}"
+            f"layout   {p.world_size} rank{'s' if p.world_size > 1 else ''} = TP {p.tp_size} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}"
             + "".join(f", {extra}" for extra in extras)
             + f"; {'bf16' if t.bf16 else 'fp32'} on {p.device.type}",
             f"batch    {t.global_batch_size} samples a step = micro-batch {t.micro_batch_size} x "
@@ -39,22 +35,28 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def progress_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """iteration, loss, lr, gradient norm, speed and time left, from one training record of metrics.jsonl."""
+def _losses(values: Mapping[str, float], names: Sequence[str]) -> str:
+    """Each loss, and the total where it says more than the one loss does."""
+    # compared as text: NaN is not equal to itself
+    alone = len(names) == 1 and str(values[names[0]]) == str(values["loss"])
+    shown = names if alone else [*names, "loss"]
+    return ", ".join(f"{name} {values[name]:.4f}" for name in shown)
+
+
+def progress_line(record: Mapping[str, Any], loss_names: Sequence[str], train_iters: int) -> str:
+    """iteration, losses, lr, gradient norm, speed and time left, from one training record of metrics.jsonl."""
     iteration = record["iteration"]
     left = (train_iters - iteration) * record["iteration_time_ms"] / 1000
     return (
-        f"iteration {iteration:>{len(str(train_iters))}}/{train_iters} | loss {record['loss']:.4f} | "
+        f"iteration {iteration:>{len(str(train_iters))}}/{train_iters} | {_losses(record, loss_names)} | "
         f"lr {record['lr']:.3e} | grad norm {record['grad_norm']:.3f} | "
         f"{record['tokens_per_second']:,.0f} tokens/s | {_duration(left)} left"
     )
 
 
-def evaluation_line(split: str, iteration: int, metrics: Mapping[str, float]) -> str:
-    """The metrics of one evaluation set."""
-    hidden = {"num_tokens", "num_input_tokens"}
-    # compared as text: NaN is not equal to itself
-    if {str(value) for name, value in metrics.items() if name not in hidden} == {str(metrics["loss"])}:
-        hidden.add("loss")  # the total of one loss of weight 1 says nothing more
-    losses = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in hidden)
-    return f"evaluation at iteration {iteration} | {split}: {losses} over {metrics['num_tokens']:,.0f} tokens"
+def evaluation_line(split: str, iteration: int, metrics: Mapping[str, float], loss_names: Sequence[str]) -> str:
+    """The losses of one evaluation set."""
+    return (
+        f"evaluation at iteration {iteration} | {split}: {_losses(metrics, loss_names)} "
+        f"over {metrics['num_tokens']:,.0f} tokens"
+    )

@@ -155,7 +155,7 @@ class Trainer:
             "tokens_per_second": totals["num_input_tokens"] / seconds,
         }
         log.write("train", record)
-        self._say(progress_line(record, self.config.training.train_iters))
+        self._say(progress_line(record, list(self.config.losses), self.config.training.train_iters))
         if totals["num_tokens"] == 0:
             self._say(f"warning: no trained token in the last {len(pending)} steps, so nothing was learned in them")
         if not math.isfinite(means["loss"]) or not math.isfinite(grad_norm):
@@ -164,7 +164,7 @@ class Trainer:
     def _evaluate(self, log: MetricsLog) -> None:
         for name, metrics in self.evaluator.run().items():
             log.write(name, {"iteration": self.iteration, **metrics})
-            self._say(evaluation_line(name, self.iteration, metrics))
+            self._say(evaluation_line(name, self.iteration, metrics, list(self.config.losses)))
 
     def _save(self) -> None:
         if self.config.checkpoint.save is None:
@@ -198,9 +198,15 @@ class Trainer:
         (directory / "config.yaml").write_text(config_to_yaml(self.config), encoding="utf-8")
         self._say(describe_layout(self.config, self.parallel))
         for name, dataset in {"train": self.data.train, **self.data.evaluation}.items():
-            self._say(f"{name:8} {dataset.path}: {dataset.report}")
+            self._say(
+                f"{name:8} {dataset.path}: {dataset.report}"
+                if len(name) < 9
+                else f"{name}\n         {dataset.path}: {dataset.report}"
+            )
         if self.iteration:
-            self._say(f"resuming after iteration {self.iteration}")
+            self._say(
+                f"resuming after iteration {self.iteration}" + (": nothing is left to train" if self._is_last else "")
+            )
 
     def _say(self, text: str) -> None:
         if self.parallel.is_main:

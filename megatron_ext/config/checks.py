@@ -48,6 +48,8 @@ def combination_problems(config: Config) -> list[str]:
 
 def layout_problems(config: Config, world_size: int) -> list[str]:
     """Combinations that are impossible on this number of ranks."""
+    if world_size < 1:
+        return [f"WORLD_SIZE: {world_size} is not a number of ranks; start 1 rank or more (torchrun sets it)"]
     parallel, training = config.parallel, config.training
     size = config.model_parallel_size
     if world_size % size:

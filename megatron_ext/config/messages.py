@@ -72,7 +72,10 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = str(value) if isinstance(value, datetime.date) else repr(value)
+    try:
+        text = str(value) if isinstance(value, datetime.date) else repr(value)
+    except (ValueError, RecursionError):  # Python writes no whole number of thousands of digits
+        return "a number of very many digits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -4,7 +4,12 @@ It only looks: nothing is opened, made or changed."""
 import os
 from pathlib import Path
 
+from megatron_ext.config.messages import shown
 from megatron_ext.config.schema import Config
+
+_LONGEST_NAME = 255  # bytes, on the file systems of Linux
+_LONGEST_PATH = 3840  # bytes; the system takes 4095, and files are named below the directories given here
+_SPECIAL = "a device, pipe or socket"
 
 
 def file_problems(config: Config) -> list[str]:
@@ -29,10 +34,44 @@ def file_problems(config: Config) -> list[str]:
     return problems
 
 
+def why_no_path(path: str | Path) -> str | None:
+    """Why the system can have nothing under this name, in words that follow it; None when it can."""
+    try:
+        encoded = os.fsencode(path)
+        if b"\0" in encoded:
+            return "holds a NUL character, which no path can"
+        if max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
+            return f"has a name of more than {_LONGEST_NAME} bytes, which is too long"
+        if len(os.path.abspath(encoded)) > _LONGEST_PATH:
+            return f"is longer than {_LONGEST_PATH} bytes, which is too long"
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    except ValueError:
+        return "holds half of a surrogate pair, which is not text"
+    return None
+
+
+def why_no_file(path: str | Path) -> str | None:
+    """Why there is no regular file at this path, in words that follow it; None when there is one."""
+    unusable, path = why_no_path(path), Path(path)
+    if unusable is not None:
+        return unusable
+    if path.is_file():
+        return None
+    if path.is_dir():
+        return "is a directory"
+    return f"is {_SPECIAL}, not a regular file" if path.exists() else "does not exist"
+
+
 def _model_problems(config: Config) -> list[str]:
     model, path = config.model, Path(config.model.hf_path)
     name = "model.hf_path"
     wanted = "a directory with config.json" if model.random_init else "a Hugging Face directory or a .gguf file"
+    if why_no_path(model.hf_path):
+        return _unusable(name, model.hf_path)
     if not path.exists():
         hint = ""
         if not path.is_absolute() and model.hf_path.count("/") == 1 and not path.parent.exists():
@@ -44,6 +83,10 @@ def _model_problems(config: Config) -> list[str]:
         remedy = "a .gguf file or a directory" if not model.random_init else "config.json, a .gguf file or a directory"
         also = ", or set random_init true for random weights" if path.suffix == ".json" else ""
         return [f"{name}: {model.hf_path} is not a model file that can be read; give {remedy}{also}"]
+    if not path.is_dir():
+        return [f"{name}: {model.hf_path} is {_SPECIAL}, not a regular file; give {wanted}"]
+    if unreadable := _readable(name, path):
+        return unreadable
     if not (path / "config.json").is_file():
         return [f"{name}: {model.hf_path} has no config.json; give {wanted}"]
     if not model.random_init and not any(path.glob("*.safetensors")):
@@ -51,54 +94,80 @@ def _model_problems(config: Config) -> list[str]:
             f"{name}: {model.hf_path} has no *.safetensors file; give a directory that has some, "
             "or set random_init true for random weights"
         ]
-    return _readable(name, path)
+    return []
 
 
 def _tokenizer_problems(config: Config) -> list[str]:
     path, name = Path(config.tokenizer_path), "model.tokenizer_path"
-    if config.model.tokenizer_path is None and not path.exists():
-        return []  # hf_path is missing, which is reported
+    unusable = _unusable(name, str(path))
+    if config.model.tokenizer_path is None and (unusable or not (path.is_dir() or path.is_file())):
+        return []  # nothing of use is at hf_path, which is reported
+    if unusable:
+        return unusable
     if not path.exists():
         return [_missing(name, str(path), "a Hugging Face directory or a .gguf file")]
     if path.is_file():
         if path.suffix == ".gguf":
             return _readable(name, path)
         return [f"{name}: {path} is a file; give the directory that holds tokenizer.json, or a .gguf file"]
+    if not path.is_dir():
+        return [
+            f"{name}: {path} is {_SPECIAL}, not a regular file; give the directory that holds tokenizer.json, "
+            "or a .gguf file"
+        ]
+    if unreadable := _readable(name, path):
+        return unreadable if config.model.tokenizer_path is not None else []
     if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         what = " is not set, and hf_path" if config.model.tokenizer_path is None else ""
         return [f"{name}{what}: {path} has no tokenizer.json; give a directory with one, or a .gguf file"]
-    return _readable(name, path)
+    return []
 
 
 def _file_problem(name: str, value: str, wanted: str) -> list[str]:
-    path = Path(value)
-    if not path.exists():
+    if unusable := _unusable(name, value):
+        return unusable
+    if not Path(value).exists():
         return [_missing(name, value, wanted)]
-    if not path.is_file():
-        return [f"{name}: {value} is a directory; give {wanted}"]
-    return _readable(name, path)
+    reason = why_no_file(value)
+    return _readable(name, Path(value)) if reason is None else [f"{name}: {value} {reason}; give {wanted}"]
 
 
 def _directory_problem(name: str, value: str, wanted: str) -> list[str]:
+    if unusable := _unusable(name, value):
+        return unusable
     path = Path(value)
     if not path.exists():
         return [_missing(name, value, wanted)]
     if not path.is_dir():
-        return [f"{name}: {value} is a file; give {wanted}"]
+        return [f"{name}: {value} is {_kind(path)}; give {wanted}"]
     return _readable(name, path)
 
 
 def _output_problem(name: str, value: str, must_be_new: bool = False) -> list[str]:
     """Whether a directory can be made (or written to) at `value`, without making it."""
+    if unusable := _unusable(name, value):
+        return unusable
     path = Path(value)
-    if path.is_dir() and must_be_new and any(path.iterdir()):
+    if must_be_new and path.is_dir() and (unreadable := _readable(name, path)):
+        return unreadable
+    if must_be_new and path.is_dir() and any(path.iterdir()):
         return [f"{name}: {value} already holds files, which are never overwritten; give a new directory"]
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
-        return [f"{name}: {value} cannot be a directory, because {existing} is a file; give another path"]
+        return [f"{name}: {value} cannot be a directory, because {existing} is {_kind(existing)}; give another path"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"{name}: {value} cannot be written ({existing} is not writable); give another path"]
     return []
+
+
+def _unusable(name: str, value: str) -> list[str]:
+    reason = why_no_path(value)
+    return [] if reason is None else [f"{name}: {shown(value)} {reason}; give another path"]
+
+
+def _kind(path: Path) -> str:
+    """What is at a path that is no directory."""
+    return "a file" if path.is_file() else _SPECIAL
 
 
 def _missing(name: str, value: str, wanted: str) -> str:

@@ -16,6 +16,16 @@ DEFAULT_RUN_NAME = "sft"
 # Keys of one metrics.jsonl line: a loss of the same name would overwrite them.
 RESERVED_LOSS_NAMES = ("loss", "num_tokens", "iteration", "lr", "grad_norm", "split", "consumed_samples")
 
+# The largest number of each unit: what is beyond it is a slip, and would end in an overflow or an endless loop.
+_LARGEST = {
+    "iterations": 10**9,
+    "sequences": 10**9,
+    "tokens": 10**8,
+    "ranks": 10**6,
+    "chunks": 10**6,
+    "layers": 10**6,
+}
+
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -28,7 +38,8 @@ Real = Annotated[float, BeforeValidator(_number_from_text)]
 
 
 def _setting(default: Any, description: str, *, unit: str = "", **constraints: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"unit": unit}, **constraints)
+    largest = {"le": _LARGEST[unit]} if unit in _LARGEST else {}
+    return Field(default, description=description, json_schema_extra={"unit": unit}, **(largest | constraints))
 
 
 def _refusal(reason: str, remedy: str) -> PydanticCustomError:
@@ -72,6 +83,7 @@ class ModelConfig(Section):
         "the vocabulary is padded to a multiple of this times tensor_model_parallel_size",
         unit="tokens",
         ge=1,
+        le=10**6,
     )
     attention_dropout: Real = _setting(0.0, "dropout of the attention weights", unit="probability", ge=0, lt=1)
     hidden_dropout: Real = _setting(0.0, "dropout of the hidden states", unit="probability", ge=0, lt=1)

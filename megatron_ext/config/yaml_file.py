@@ -91,6 +91,8 @@ def _read_text(path: str) -> str:
         reason = f"not text in UTF-8 (byte {error.start}); save the file as UTF-8"
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the file and its permissions"
+    except ValueError as error:  # an embedded NUL, half of a surrogate pair
+        path, reason = repr(path), f"cannot be the name of a file ({error}); check the path"
     raise ConfigError([f"--config {path}: {reason}"])
 
 

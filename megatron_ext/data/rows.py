@@ -11,10 +11,13 @@ keys (`tool_calls`, `name`, `reasoning_content`, ...), because chat templates re
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.config.paths import why_no_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -50,9 +53,11 @@ def read_rows(
     """
     source = str(path)
     file = Path(path)
-    if not file.is_file():
-        reason = "is a directory" if file.is_dir() else "does not exist"
-        raise ValueError(f"data file {source} {reason}; give the path of a JSONL file, one JSON object per line")
+    reason = why_no_file(file)
+    if reason is not None:
+        raise ValueError(
+            f"data file {_shorten(repr(source))} {reason}; give the path of a JSONL file, one JSON object per line"
+        )
     num_rows = 0
     first_blank_line = 0
     # Bytes, not text: text mode and str.splitlines() also end lines at characters that JSON strings may hold.
@@ -78,16 +83,41 @@ def _parse_line(raw: bytes, line: int, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: not JSON ({error}): {_shorten(text)}; JSONL holds one complete JSON object per line"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nests too deeply to be read: {_shorten(text)}; flatten the row") from error
+    except _RepeatedKey as error:
+        key = _shorten(repr(error.key))
+        raise ValueError(f"{where}: the key {key} is given twice in one object; keep one of them") from error
+    except ValueError as error:  # the only other one: Python reads no whole number of so many digits
+        raise ValueError(
+            f"{where}: a whole number has more than {sys.get_int_max_str_digits()} digits: {_shorten(text)}; "
+            "shorten it or put it in quotes"
         ) from error
     if not isinstance(values, dict):
         raise ValueError(
             f"{where}: expected a JSON object, found {_kind(values)}: {_shorten(text)}; "
             'write the row as {"messages": [...]}'
         )
+    return values
+
+
+class _RepeatedKey(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ: of a key given twice, the last would win without a word."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
     return values
 
 

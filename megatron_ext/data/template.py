@@ -86,33 +86,36 @@ class ChatTemplate:
         return self._pinned_templates[template]
 
     def _apply(self, row: Row, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        template = self._template_for(row.tools)
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=row.tools,
-                chat_template=self._template_for(row.tools),
+                chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (TemplateError, TypeError) as error:  # TypeError: a template adding None to text, and the like
+        except Exception as error:  # a template is a program: it may divide by zero, recurse, look up what is not there
             raise ValueError(
                 f"{row.where}: the chat template refuses the first {len(messages)} of {len(row.messages)} "
-                f"messages ({error}); correct the row or set chat_template"
+                f"messages ({_reason(error)}); correct the row or set chat_template"
             ) from error
 
     def _render_tagged(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+        template = self._template_for(row.tools)
         try:
             rendered, tagged = render_jinja_template(
                 conversations=[row.messages],
                 tools=row.tools,
-                chat_template=self._template_for(row.tools),
+                chat_template=template,
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=False,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # as in _apply
             raise ValueError(
-                f"{row.where}: the chat template refuses the conversation ({error}); correct the row"
+                f"{row.where}: the chat template refuses the conversation ({_reason(error)}); correct the row or "
+                "set chat_template"
             ) from error
         text = rendered[0]
         spans = [self._close_tagged(text, start, end) for start, end in _merge_touching(tagged[0])]
@@ -215,6 +218,13 @@ class ChatTemplate:
             if self._end_of_turn not in text[start:end] and text.startswith(self._end_of_turn, cursor):
                 return start, cursor + len(self._end_of_turn)
         return start, self._close(text, start, end)
+
+
+def _reason(error: Exception) -> str:
+    """What a template raised, on one line; what it raises on purpose (raise_exception) without the kind."""
+    text = " ".join(str(error).split())[:300]
+    kind = type(error).__name__
+    return text if text and isinstance(error, TemplateError) else f"{kind}: {text}" if text else kind
 
 
 def _check_kept(row: Row, index: int, turn: str) -> None:

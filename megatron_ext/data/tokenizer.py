@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_ext.config.paths import why_no_file, why_no_path
+
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> PreTrainedTokenizerBase:
     """A fast tokenizer from `path`; `chat_template` is the path of a Jinja file that replaces its template.
@@ -13,9 +15,10 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     Raises ValueError when files are missing, cannot be read, or give a tokenizer without character offsets.
     """
     source = Path(path)
-    if not source.exists():
+    reason = why_no_path(source) or (None if source.is_dir() else why_no_file(source))
+    if reason is not None:
         raise ValueError(
-            f"tokenizer path {source} does not exist; give a Hugging Face directory or a .gguf file on this machine"
+            f"tokenizer path {str(source)!r} {reason}; give a Hugging Face directory or a .gguf file on this machine"
         )
     template = None if chat_template is None else _read_template(Path(chat_template))
     if source.is_dir():
@@ -59,8 +62,9 @@ def find_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _read_template(file: Path) -> str:
-    if not file.is_file():
-        raise ValueError(f"chat_template {file} is not a file; give the path of a Jinja chat template")
+    reason = why_no_file(file)
+    if reason is not None:
+        raise ValueError(f"chat_template {str(file)!r} {reason}; give the path of a Jinja chat template")
     try:
         template = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -2,7 +2,8 @@
 
 Megatron-Core warns about each optional package it does without (this package has already decided which are used), and
 logs that GPTModel and its own asynchronous saving (which is not used here) are deprecated; torch reports a missing
-CUDA runtime although a CPU was asked for. Warnings of the user's own code, and errors of all, stay.
+CUDA runtime although a CPU was asked for, and names its own functions that Megatron-Core calls and it means to rename.
+Warnings of the user's own code, and errors of all, stay.
 """
 
 import logging
@@ -12,6 +13,7 @@ import warnings
 def silence_expected_messages() -> None:
     """Filter the messages above, for the rest of the process."""
     warnings.filterwarnings("ignore", module=r"megatron\.core(\..*)?$")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.(c10d_logger|checkpoint\..*|_shard\..*)$")
     for name in (
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.dist_checkpointing.strategies.torch",

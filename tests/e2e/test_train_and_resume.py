@@ -41,7 +41,7 @@ def test_output_of_a_run(toy: ToyRun) -> None:
     out = result.stdout
     assert "2 ranks = TP 1 x CP 1 x PP 2 x DP 1" in out
     assert "8 samples a step = micro-batch 2 x 4 micro-batches x DP 1" in out
-    assert "iteration 30/30 | loss" in out and "tokens/s" in out and "left" in out
+    assert "iteration 30/30 | lm_loss" in out and "tokens/s" in out and "left" in out
     assert "Warning" not in result.stderr and "DEPRECATED" not in result.stderr
 
     train, valid = read_metrics(save), read_metrics(save, "validation")
@@ -116,4 +116,4 @@ def test_one_process_needs_no_launcher(toy: ToyRun) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=toy.folder)
     assert result.returncode == 0, result.stderr
-    assert "1 ranks = TP 1 x CP 1 x PP 1 x DP 1" in result.stdout
+    assert "1 rank = TP 1 x CP 1 x PP 1 x DP 1" in result.stdout

@@ -180,8 +180,15 @@ def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> N
     assert "already holds the checkpoints of a run" in refuse(save=other, log_dir=None)
 
 
-def test_only_rank_0_speaks(refuse) -> None:
-    assert refuse(world_size=2, rank=1, train_data_path="/nowhere/at/all") == ""
+def test_other_ranks_let_the_first_one_speak(refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(pretrain_sft.time, "sleep", waited.append)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    message = refuse(train_data_path="/nowhere/at/all")
+    assert waited == [] and "/nowhere/at/all" in message
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == message.strip()
+    assert "/nowhere/at/all" in refuse(world_size=2, rank=1, train_data_path="/nowhere/at/all")
+    assert waited == [pretrain_sft.SECONDS_FOR_THE_FIRST_RANK]
 
 
 @pytest.mark.parametrize("setting", ["save", "log_dir", "save_hf"])

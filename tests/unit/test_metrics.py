@@ -102,10 +102,13 @@ def test_lines_for_people() -> None:
         "tokens_per_second": 12345.6,
         "iteration_time_ms": 90000.0,
     }
-    assert progress_line(record, 100) == (
-        "iteration   5/100 | loss 1.2346 | lr 1.000e-04 | grad norm 0.500 | 12,346 tokens/s | 2:22:30 left"
+    assert progress_line(record | {"lm_loss": 1.23456}, ["lm_loss"], 100) == (
+        "iteration   5/100 | lm_loss 1.2346 | lr 1.000e-04 | grad norm 0.500 | 12,346 tokens/s | 2:22:30 left"
     )
-    line = evaluation_line("held_out", 5, {"lm_loss": 2.0, "loss": 2.0, "num_tokens": 1234.0, "num_input_tokens": 9.0})
+    counts = {"num_tokens": 1234.0, "num_input_tokens": 9000.0}
+    line = evaluation_line("held_out", 5, {"lm_loss": 2.0, "loss": 2.0, **counts}, ["lm_loss"])
     assert line == "evaluation at iteration 5 | held_out: lm_loss 2.0000 over 1,234 tokens"
-    line = evaluation_line("held_out", 5, {"a": 2.0, "b": 1.0, "loss": 2.5, "num_tokens": 9.0, "num_input_tokens": 9.0})
-    assert line == "evaluation at iteration 5 | held_out: a 2.0000, b 1.0000, loss 2.5000 over 9 tokens"
+    line = evaluation_line("held_out", 5, {"a": 2.0, "b": 1.0, "loss": 2.5, **counts}, ["a", "b"])
+    assert line == "evaluation at iteration 5 | held_out: a 2.0000, b 1.0000, loss 2.5000 over 1,234 tokens"
+    line = evaluation_line("held_out", 5, {"a": math.nan, "loss": math.nan, **counts}, ["a"])
+    assert line == "evaluation at iteration 5 | held_out: a nan over 1,234 tokens"
