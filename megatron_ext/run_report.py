@@ -18,12 +18,13 @@ def describe_layout(config: Config, parallel: ParallelContext) -> str:
     if config.optimizer.use_distributed_optimizer:
         extras.append("distributed optimizer")
     micro_batches = config.num_micro_batches(p.world_size)
+    ranks = f"{p.world_size} rank{'s' if p.world_size > 1 else ''}"
     return "\n".join(
         (
-            f"layout   {p.world_size} rank{'s' if p.world_size > 1 else ''} = TP {p.tp_size} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}"
+            f"layout     {ranks} = TP {p.tp_size} x CP {p.cp_size} x PP {p.pp_size} x DP {p.dp_size}"
             + "".join(f", {extra}" for extra in extras)
             + f"; {'bf16' if t.bf16 else 'fp32'} on {p.device.type}",
-            f"batch    {t.global_batch_size} samples a step = micro-batch {t.micro_batch_size} x "
+            f"batch      {t.global_batch_size} samples a step = micro-batch {t.micro_batch_size} x "
             f"{micro_batches} micro-batches x DP {p.dp_size}; sequences of up to {config.data.seq_length} tokens",
         )
     )

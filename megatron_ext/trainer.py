@@ -198,15 +198,10 @@ class Trainer:
         (directory / "config.yaml").write_text(config_to_yaml(self.config), encoding="utf-8")
         self._say(describe_layout(self.config, self.parallel))
         for name, dataset in {"train": self.data.train, **self.data.evaluation}.items():
-            self._say(
-                f"{name:8} {dataset.path}: {dataset.report}"
-                if len(name) < 9
-                else f"{name}\n         {dataset.path}: {dataset.report}"
-            )
+            self._say(f"{name:10} {dataset.path}: {dataset.report}")
         if self.iteration:
-            self._say(
-                f"resuming after iteration {self.iteration}" + (": nothing is left to train" if self._is_last else "")
-            )
+            rest = ": nothing is left to train" if self._is_last else ""
+            self._say(f"resuming after iteration {self.iteration}{rest}")
 
     def _say(self, text: str) -> None:
         if self.parallel.is_main:

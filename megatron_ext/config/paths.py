@@ -4,7 +4,6 @@ It only looks: nothing is opened, made or changed."""
 import os
 from pathlib import Path
 
-from megatron_ext.config.messages import shown
 from megatron_ext.config.schema import Config
 
 _LONGEST_NAME = 255  # bytes, on the file systems of Linux
@@ -29,7 +28,7 @@ def file_problems(config: Config) -> list[str]:
         problems += _output_problem("checkpoint.save", checkpoint.save)
     if checkpoint.save_hf is not None:
         problems += _output_problem("checkpoint.save_hf", checkpoint.save_hf, must_be_new=True)
-    if str(config.log_directory) != checkpoint.save:
+    if checkpoint.save is None or config.log_directory != Path(checkpoint.save):
         problems += _output_problem("logging.log_dir", str(config.log_directory))
     return problems
 
@@ -52,6 +51,12 @@ def why_no_path(path: str | Path) -> str | None:
     except ValueError:
         return "holds half of a surrogate pair, which is not text"
     return None
+
+
+def path_in_words(path: str | Path) -> str:
+    """A path as the user wrote it, unless that cannot be printed on a line."""
+    text = str(path) if str(path).isprintable() else repr(str(path))
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def why_no_file(path: str | Path) -> str | None:
@@ -162,7 +167,7 @@ def _output_problem(name: str, value: str, must_be_new: bool = False) -> list[st
 
 def _unusable(name: str, value: str) -> list[str]:
     reason = why_no_path(value)
-    return [] if reason is None else [f"{name}: {shown(value)} {reason}; give another path"]
+    return [] if reason is None else [f"{name}: {path_in_words(value)} {reason}; give another path"]
 
 
 def _kind(path: Path) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.paths import why_no_file
+from megatron_ext.config.paths import path_in_words, why_no_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -56,7 +56,7 @@ def read_rows(
     reason = why_no_file(file)
     if reason is not None:
         raise ValueError(
-            f"data file {_shorten(repr(source))} {reason}; give the path of a JSONL file, one JSON object per line"
+            f"data file {path_in_words(source)} {reason}; give the path of a JSONL file, one JSON object per line"
         )
     num_rows = 0
     first_blank_line = 0

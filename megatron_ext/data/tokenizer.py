@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_ext.config.paths import why_no_file, why_no_path
+from megatron_ext.config.paths import path_in_words, why_no_file, why_no_path
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> PreTrainedTokenizerBase:
@@ -18,7 +18,8 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     reason = why_no_path(source) or (None if source.is_dir() else why_no_file(source))
     if reason is not None:
         raise ValueError(
-            f"tokenizer path {str(source)!r} {reason}; give a Hugging Face directory or a .gguf file on this machine"
+            f"tokenizer path {path_in_words(source)} {reason}; give a Hugging Face directory or a .gguf file "
+            "on this machine"
         )
     template = None if chat_template is None else _read_template(Path(chat_template))
     if source.is_dir():
@@ -64,7 +65,7 @@ def find_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _read_template(file: Path) -> str:
     reason = why_no_file(file)
     if reason is not None:
-        raise ValueError(f"chat_template {str(file)!r} {reason}; give the path of a Jinja chat template")
+        raise ValueError(f"chat_template {path_in_words(file)} {reason}; give the path of a Jinja chat template")
     try:
         template = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

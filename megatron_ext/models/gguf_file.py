@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFEndian, GGUFReader, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType, ReaderField
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -23,8 +23,27 @@ _TOKEN_IDS = {
 }
 
 
+_MAX_NAME, _MAX_DIMS = 65535, 8  # GGUF's limit for names; above llama.cpp's 4 dimensions
+
+
 class _MetadataReader(GGUFReader):
-    """Steps over the elements of arrays: those are the vocabulary, and take seconds on every rank."""
+    """Steps over the elements of arrays: those are the vocabulary, and take seconds on every rank. Lengths are
+    checked before anything of that length is read.
+    """
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it ends too early, or a length in it is wrong")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
+        length = int(self._get(orig_offs, np.uint64)[0])
+        if length > _MAX_NAME:
+            raise ValueError(f"the name of a tensor has {length} bytes")
+        dims = int(self._get(orig_offs + 8 + length, np.uint32)[0])
+        if dims > _MAX_DIMS:
+            raise ValueError(f"a tensor has {dims} dimensions")
+        return super()._get_tensor_info_field(orig_offs)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
@@ -47,20 +66,31 @@ def open_gguf(path: Path) -> GGUFReader:
     """The reader of a GGUF file (memory-mapped), kept; its array fields have a length but no elements.
 
     Raises:
-        ValueError: the file is not a GGUF file or ends too early.
+        ValueError: the file is not a GGUF file, ends too early or is damaged.
     """
     try:
-        return _MetadataReader(path)
-    except (ValueError, IndexError, KeyError, OSError, struct.error) as error:
-        raise ValueError(f"{path} is not a readable GGUF file ({error}); download it again") from error
+        with np.errstate(over="raise"):
+            return _MetadataReader(path)
+    except Exception as error:  # damaged bytes surface as whatever the value they stand for leads to
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{path} is not a readable GGUF file ({reason}); download it again") from error
+
+
+def _value(path: Path, key: str) -> Any:
+    """The value of a metadata field, None if the file lacks it."""
+    field = open_gguf(path).fields.get(key)
+    try:
+        return None if field is None else field.contents()
+    except (UnicodeDecodeError, IndexError) as error:
+        raise ValueError(f"{path}: the value of {key} cannot be read ({error}); download it again") from error
 
 
 def gguf_architecture(path: Path) -> str:
     """llama.cpp's name of the architecture."""
-    field = open_gguf(path).fields.get("general.architecture")
-    if field is None:
+    architecture = _value(path, "general.architecture")
+    if architecture is None:
         raise ValueError(f"{path} does not name its architecture (general.architecture); download it again")
-    return field.contents()
+    return architecture
 
 
 def gguf_config(path: Path, family: Family, table: GGUFTable) -> dict[str, Any]:
@@ -72,28 +102,27 @@ def gguf_config(path: Path, family: Family, table: GGUFTable) -> dict[str, Any]:
     reader = open_gguf(path)
     prefix = table.architecture + "."
     names = {tensor.name for tensor in reader.tensors}
-    _refuse_unsupported(path, reader, prefix, names)
+    _refuse_unsupported(path, prefix, names)
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     raw.update(table.constants)
     for key, hf_key in table.fields.items():
         if prefix + key in reader.fields:
-            raw[hf_key] = reader.fields[prefix + key].contents()
+            raw[hf_key] = _value(path, prefix + key)
     for key, hf_key in _TOKEN_IDS.items():
         if f"tokenizer.ggml.{key}" in reader.fields:
-            raw[hf_key] = reader.fields[f"tokenizer.ggml.{key}"].contents()
-    if "vocab_size" not in raw and "tokenizer.ggml.tokens" in reader.fields:
-        raw["vocab_size"] = int(reader.fields["tokenizer.ggml.tokens"].parts[-1][0])  # the array's length
+            raw[hf_key] = _value(path, f"tokenizer.ggml.{key}")
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    if "vocab_size" not in raw and tokens is not None and tokens.types[0] == GGUFValueType.ARRAY:
+        raw["vocab_size"] = int(tokens.parts[-1][0])  # the array's length
     raw["tie_word_embeddings"] = "output.weight" not in names
     return raw
 
 
-def _refuse_unsupported(path: Path, reader: GGUFReader, prefix: str, names: set[str]) -> None:
+def _refuse_unsupported(path: Path, prefix: str, names: set[str]) -> None:
     """Llama 3's RoPE scaling is a tensor in GGUF; ignoring it means wrong frequencies without an error."""
-    scaling = reader.fields.get(prefix + "rope.scaling.type")
-    if "rope_freqs.weight" in names or (scaling is not None and scaling.contents() != "none"):
+    if "rope_freqs.weight" in names or _value(path, prefix + "rope.scaling.type") not in (None, "none"):
         raise ValueError(f"{path} scales RoPE, which is not read from GGUF files; use the model's HF directory")
-    experts = reader.fields.get(prefix + "expert_count")
-    if experts is not None and experts.contents() > 0:
+    if _value(path, prefix + "expert_count") not in (None, 0):
         raise ValueError(f"{path} is a mixture of experts, which is not supported; use a dense model")
 
 
@@ -119,6 +148,11 @@ class GGUFTensors:
         """Shape as in transformers; GGUF stores it reversed."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
+    def untrainable_dtype(self, name: str) -> str | None:
+        """The stored type, if it is one that cannot be dequantised."""
+        kind = self._tensors[name].tensor_type
+        return None if _can_dequantize(kind) else kind.name
+
     def read(self, name: str) -> Tensor:
         """The dequantised tensor in transformers' layout, fp32."""
         stored = self._tensors[name]
@@ -130,6 +164,16 @@ class GGUFTensors:
         # llama.cpp stores each head's rows as (even, odd) pairs; transformers as two halves.
         heads = getattr(self._hf, self._permuted[pattern])
         return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+@lru_cache
+def _can_dequantize(kind: GGMLQuantizationType) -> bool:
+    block = np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8)
+    try:
+        dequantize(block, kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _split_layer(name: str, number: str, pattern: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from megatron_ext.config import Config, ConfigError
 from megatron_ext.models.families import FAMILIES
 from megatron_ext.models.families.base import Family, HFConfig
 from megatron_ext.models.gguf_file import gguf_architecture, gguf_config
-from megatron_ext.models.rope import rope_parameters, rope_problems
+from megatron_ext.models.rope import REMEDY, is_finite, read_rope, shown
 
 __all__ = ["HFConfig", "check_model_layout", "hf_config_from_dict", "load_hf_config"]
 
@@ -27,6 +27,8 @@ _SIZES = {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
 }
+_LARGEST = 10**7  # a size beyond it is a damaged file, and would take hours or all memory to find out
+_LARGEST_OF = {"num_hidden_layers": 10**4, "max_position_embeddings": 10**9}
 _DERIVED = ("num_key_value_heads", "head_dim")  # follow from the others where they are left out
 
 
@@ -51,13 +53,24 @@ def load_hf_config(path: str | Path) -> HFConfig:
         raise ValueError(
             f"hf_path {path} has no config.json; give a Hugging Face directory, a config.json or a .gguf file"
         )
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); download it again") from error
+    raw = read_json(file, "valid JSON")
     if not isinstance(raw, dict):
         raise ValueError(f"{file} is not a JSON object; give the config.json of a model")
     return hf_config_from_dict(raw, path, "directory" if path.is_dir() else "config")
+
+
+def read_json(file: Path, what: str) -> Any:
+    """What a JSON file holds; `what` says what the file should be.
+
+    Raises:
+        ValueError: the file cannot be read as JSON, whatever the reason.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{file} is not {what} (it is nested too deeply); download it again") from error
+    except (ValueError, OSError) as error:  # not JSON, not UTF-8, or an integer of thousands of digits
+        raise ValueError(f"{file} is not {what} ({error}); download it again") from error
 
 
 def hf_config_from_dict(
@@ -72,10 +85,13 @@ def hf_config_from_dict(
     entries = {**family.defaults, **{key: value for key, value in raw.items() if value is not None}}
     sizes, found = _read_sizes(entries)
     for key in ("rms_norm_eps", "initializer_range"):
-        if not _is_number(entries[key]) or entries[key] < 0:
-            found.append(f"{key} {entries[key]!r} is not a number of at least 0")
-    rope = rope_parameters(entries)
-    found += family.problems(entries) + rope_problems(rope)
+        if not is_finite(entries[key]) or entries[key] < 0:
+            found.append(f"{key} {shown(entries[key])} is not a number of at least 0; {REMEDY}")
+    flags = {key: default for key, default in family.defaults.items() if isinstance(default, bool)}
+    malformed = {key: default for key, default in flags.items() if not isinstance(entries[key], bool)}
+    found += [f"{key} {shown(entries[key])} is not true or false; {REMEDY}" for key in malformed]
+    rope, rope_problems = read_rope(entries)
+    found += family.problems({**entries, **malformed}) + rope_problems
     if "quantization_config" in entries:
         found.append("quantization_config: quantised weights cannot be trained; use the unquantised model")
     if found:
@@ -85,7 +101,7 @@ def hf_config_from_dict(
         path=Path(path),
         kind=kind,
         family=family,
-        tied=bool(entries["tie_word_embeddings"]),
+        tied=entries["tie_word_embeddings"],
         layernorm_epsilon=float(entries["rms_norm_eps"]),
         initializer_range=float(entries["initializer_range"]),
         rope_parameters=rope,
@@ -94,19 +110,21 @@ def hf_config_from_dict(
 
 
 def _family_of(raw: Mapping[str, Any], path: str | Path) -> Family:
-    architectures = raw.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    if architectures is None:
+        architectures = []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"{path}: architectures {shown(architectures)} is not a list of names; {REMEDY}")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"{path}: model_type {shown(model_type)} is not a name; {REMEDY}")
+    architecture = architectures[0] if architectures else None
     if architecture is None:  # configs that were never saved with a model name only the model type
         by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
-        architecture = by_type.get(raw.get("model_type"))
+        architecture = by_type.get(model_type)
     if architecture not in FAMILIES:
-        named = architecture if architecture is not None else f"none (model_type {raw.get('model_type')!r})"
+        named = architecture if architecture is not None else f"none (model_type {model_type!r})"
         raise ValueError(f"{path}: architecture {named} is not supported; supported: {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_sizes(entries: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
@@ -119,7 +137,10 @@ def _read_sizes(entries: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
             if key not in _DERIVED:
                 found.append(f"{key} is missing; complete the model's config.json")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            found.append(f"{key} {value!r} is not a whole number of at least 1")
+            found.append(f"{key} {shown(value)} is not a whole number of at least 1; {REMEDY}")
+        elif value > _LARGEST_OF.get(key, _LARGEST):
+            limit = _LARGEST_OF.get(key, _LARGEST)
+            found.append(f"{key} {shown(value)} is not plausible (more than {limit}); {REMEDY}")
         else:
             sizes[name] = value
     if found:

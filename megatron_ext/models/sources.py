@@ -4,7 +4,6 @@ parts of tensors by their Hugging Face names; what they become in Megatron-Core 
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from megatron_ext.models.families.base import OUTPUT_LAYER, HFConfig
 from megatron_ext.models.gguf_file import GGUFTensors
+from megatron_ext.models.hf_config import read_json
+from megatron_ext.models.rope import shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -28,6 +29,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a tensor."""
+
+    def untrainable_dtype(self, name: str) -> str | None:
+        """The stored dtype, read without the values, if it is one that cannot be trained."""
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """The sliced tensor in its stored dtype, on the CPU; dimensions beyond the slices are read whole."""
@@ -51,10 +55,17 @@ class SafetensorsSource:
                     "safetensors, or set random_init to start from random weights"
                 )
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        try:
-            file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} is not a safetensors index ({error!r}); download it again") from error
+        content = read_json(index, "a safetensors index")
+        if not isinstance(content, dict) or "weight_map" not in content:
+            raise ValueError(f"{index} is not a safetensors index (it has no weight_map); download it again")
+        file_of = content["weight_map"]
+        if not isinstance(file_of, dict):
+            raise ValueError(f"{index}: weight_map {shown(file_of)} is not an object; download it again")
+        for name, file in file_of.items():
+            if not isinstance(file, str):
+                raise ValueError(
+                    f"{index}: weight_map places {name} in {shown(file)}, which is not a file name; download it again"
+                )
         for file in sorted(set(file_of.values())):
             present = set(self._file(file).keys())
             for name in (name for name, where in file_of.items() if where == file):
@@ -65,9 +76,9 @@ class SafetensorsSource:
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
             path = self._directory / name
-            if not path.is_file():
-                raise ValueError(f"{path} is missing, but {_INDEX} names it; download the file")
             try:
+                if not path.is_file():
+                    raise ValueError(f"{path} is missing, but {_INDEX} names it; download the file")
                 self._open[name] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise ValueError(
@@ -81,14 +92,12 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
 
+    def untrainable_dtype(self, name: str) -> str | None:
+        dtype = self._file(self._file_of[name]).get_slice(name).get_dtype()
+        return None if dtype in _FLOATS else dtype
+
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        file = self._file_of[name]
-        stored = self._file(file).get_slice(name)
-        if stored.get_dtype() not in _FLOATS:
-            raise ValueError(
-                f"{self._directory / file}: {name} has dtype {stored.get_dtype()}; only {', '.join(_FLOATS)} "
-                "can be trained, so use the unquantised model"
-            )
+        stored = self._file(self._file_of[name]).get_slice(name)
         return stored[slices] if slices else stored[:]
 
 
@@ -103,6 +112,9 @@ class GGUFSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors.shape(name)
+
+    def untrainable_dtype(self, name: str) -> str | None:
+        return self._tensors.untrainable_dtype(name)
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         return self._tensors.read(name)[slices]
@@ -124,6 +136,9 @@ class RandomSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def untrainable_dtype(self, name: str) -> str | None:
+        return None
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         shape = self._shapes[name]
@@ -148,10 +163,11 @@ def open_source(hf: HFConfig, random_init: bool, seed: int) -> TensorSource:
 
 
 def check_source(hf: HFConfig, source: TensorSource) -> None:
-    """Check that the source holds exactly the model's tensors, in the shapes that its config means.
+    """Check that the source holds exactly the model's tensors, in the shapes that its config means and in
+    dtypes that can be trained.
 
     Raises:
-        ValueError: naming the missing, unexpected or misshapen tensors.
+        ValueError: naming the missing, unexpected, misshapen or quantised tensors.
     """
     expected = hf.tensor_shapes()
     present = set(source.keys())
@@ -172,6 +188,13 @@ def check_source(hf: HFConfig, source: TensorSource) -> None:
     ]
     if misshapen:
         problems.append(f"shapes do not match the config: {_some(misshapen)}")
+    untrainable = [
+        f"{name} has dtype {dtype}"
+        for name in (*expected, *sorted(tied_copies(hf)))
+        if name in present and (dtype := source.untrainable_dtype(name)) is not None
+    ]
+    if untrainable:
+        problems.append(f"tensors cannot be trained: {_some(untrainable)}; use the unquantised model")
     if problems:
         raise ValueError("\n".join(f"{hf.path}: {problem}" for problem in problems))
 

@@ -208,3 +208,9 @@ def test_schedules_that_megatron_refuses_are_refused_here_first() -> None:
         else:
             assert not combination_problems(config_of(**leaves)), leaves
     assert refused > 20
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_a_world_without_ranks_is_refused(world_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"^WORLD_SIZE: {world_size} is not a number of ranks; start 1 rank or more"):
+        check_layout(config_of(), world_size)

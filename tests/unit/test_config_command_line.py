@@ -295,7 +295,7 @@ def test_every_problem_of_file_and_flags_is_told_with_its_place(tmp_path: Path) 
     assert problems_of("--config", str(path), "--clip-grad", "-1", "--qqqq", "1") == [
         "--qqqq is not a flag; --help lists all of them",
         f"data.seq_length is given twice ({path}, lines 3 and 4); keep one",
-        f"data.seq_length: 0 is too small; use a whole number of at least 1 (default 1024) ({path}, line 4)",
+        f"data.seq_length: 0 is too small; use a whole number of at least 1 and at most 100000000 (default 1024) ({path}, line 4)",
         f"optimizer.lr: -1 is too small; use a number of at least 0 (default 1e-05) ({path}, line 7)",
         "optimizer.clip_grad: -1.0 is too small; use a number of at least 0 (default 1.0) (--clip-grad)",
         f"optimizer.learnig_rate is not a known key; did you mean optimizer.lr? ({path}, line 6)",

@@ -1,6 +1,7 @@
 """Files and directories a configuration names: each wrong one is refused in given words, nothing is touched."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,44 @@ def test_all_problems_are_reported_at_once() -> None:
         "checkpoint.save",
     ]
     check_files(Config.from_dict({"model": {"hf_path": "hf"}}))
+
+
+PATH_SETTINGS = [
+    ("model.hf_path", "hf_path"),
+    ("model.tokenizer_path", "tokenizer_path"),
+    ("model.chat_template", "chat_template"),
+    ("data.train_data_path", "train_data_path"),
+    ("data.valid_data_path", "valid_data_path"),
+    ("checkpoint.load", "load"),
+    ("checkpoint.save", "save"),
+    ("checkpoint.save_hf", "save_hf"),
+    ("logging.log_dir", "log_dir"),
+]
+IMPOSSIBLE = [
+    ("x" * 256, "has a name of more than 255 bytes"),
+    ("new/" + "é" * 128 + "/new", "has a name of more than 255 bytes"),
+    ("new/" * 1000, "is longer than 3840 bytes"),
+    ("a\0b", "holds a NUL character"),
+    ("loop/x", "cannot be reached (Too many levels of symbolic links)"),
+]
+
+
+@pytest.mark.parametrize(("path", "reason"), IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
+@pytest.mark.parametrize(("setting", "leaf"), PATH_SETTINGS)
+def test_a_path_that_cannot_be_is_refused(setting: str, leaf: str, path: str, reason: str) -> None:
+    Path("loop").symlink_to("loop")
+    (problem,) = problems_of(**{leaf: path})
+    assert problem.startswith(f"{setting}: ") and f" {reason}" in problem and problem.endswith("; give another path")
+    assert problem.isprintable()
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe.gguf", "socket"])
+@pytest.mark.parametrize(("setting", "leaf"), PATH_SETTINGS)
+def test_a_special_file_is_called_one(setting: str, leaf: str, kind: str) -> None:
+    os.mkfifo("pipe.gguf")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        path = "/dev/null" if kind == "device" else kind
+        (problem,) = problems_of(**{leaf: path})
+    assert problem.startswith(f"{setting}: {path} ") and "is a device, pipe or socket" in problem
+    assert "; give " in problem

@@ -85,7 +85,9 @@ def test_importing_the_configuration_imports_no_torch() -> None:
 
 # ------------------------------------------------------------------------------------------------ refused values
 
-WHOLE = "use a whole number of at least 1"
+WHOLE = "use a whole number of at least 1 and at most 1000000000"
+LENGTH = "use a whole number of at least 1 and at most 100000000"
+RANKS = "use a whole number of at least 1 and at most 1000000"
 REFUSED = [  # section, setting, value, the whole message
     ("training", "micro_batch_size", 0, f"0 is too small; {WHOLE} (default 1)"),
     ("training", "micro_batch_size", "3.5", f"'3.5' is not a whole number; {WHOLE} (default 1)"),
@@ -98,7 +100,12 @@ REFUSED = [  # section, setting, value, the whole message
     ("training", "bf16", 1, "1 is not true or false; use true or false (default false)"),
     ("training", "bf16", "true", "'true' is not true or false; use true or false (default false)"),
     ("training", "device", "tpu", "'tpu' is not a known choice; use auto, cuda or cpu (default 'auto')"),
-    ("data", "seq_length", -5, f"-5 is too small; {WHOLE} (default 1024)"),
+    ("data", "seq_length", -5, f"-5 is too small; {LENGTH} (default 1024)"),
+    ("data", "seq_length", 10**9, f"1000000000 is too large; {LENGTH} (default 1024)"),
+    ("training", "train_iters", 10**30, f"{10**30} is too large; {WHOLE}, or null"),
+    ("training", "global_batch_size", 10**10, f"10000000000 is too large; {WHOLE} (default 8)"),
+    ("model", "make_vocab_size_divisible_by", 10**7, f"10000000 is too large; {RANKS} (default 128)"),
+    ("parallel", "tensor_model_parallel_size", 10**7, f"10000000 is too large; {RANKS} (default 1)"),
     ("data", "prompt_key", "", "the text is empty; use text (default 'prompt')"),
     ("data", "train_data_path", "", "the text is empty; use a path, or null"),
     ("data", "train_data_path", 7, "7 is not text; put it in quotes if it is meant as text"),
@@ -120,6 +127,20 @@ REFUSED = [  # section, setting, value, the whole message
 def test_a_value_is_refused_in_these_words(section: str, name: str, value: Any, message: str) -> None:
     given = {"hf_path": "m", name: value} if section == "model" else {name: value}
     assert problems_of(**{section: given}) == [f"{section}.{name}: {message}"]
+
+
+def test_a_number_too_long_for_python_to_write_is_refused() -> None:
+    start = "a number of very many digits is"
+    assert problems_of(training={"train_iters": 10**5000}) == [
+        f"training.train_iters: {start} too large; {WHOLE}, or null"
+    ]
+    assert problems_of(optimizer={"lr": 10**5000})[0].startswith(f"optimizer.lr: {start} not a number; use a number")
+
+
+def test_every_whole_number_has_an_upper_bound() -> None:
+    for setting in settings(Config).values():
+        if int in setting.types:
+            assert "le" in bounds_of(setting.info.metadata), setting.path
 
 
 @pytest.mark.parametrize(

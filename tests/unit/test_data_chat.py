@@ -349,6 +349,35 @@ def test_a_header_that_the_generation_prompt_lacks_is_refused():
         encoder_for(without_prompt)
 
 
+RAISING = {  # Jinja text, what is said of it
+    "{{ 1 // 0 }}": "ZeroDivisionError: integer division or modulo by zero",
+    "{{ 10.0 ** 400 }}": "OverflowError: ",
+    "{{ range(10 ** 9) }}": "OverflowError: Range too big",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: ",
+    "{{ {}.popitem() }}": "",
+    "{{ 'x'.encode('none') }}": "LookupError: unknown encoding",
+    "{{ 'x' + none }}": "TypeError: ",
+    "{{ [] | max(attribute='x') + nothing.at.all }}": "'nothing' is undefined",
+    "{{ raise_exception('no storms') }}": "no storms",
+}
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION], ids=["plain", "tagged"])
+@pytest.mark.parametrize("fault", RAISING)
+def test_whatever_a_template_raises_names_the_row(fault, template):
+    encoder = encoder_for("{% if messages[0].content == 'storm' %}" + fault + "{% endif %}" + template)
+    row = Row([{"role": "user", "content": "storm"}, {"role": "assistant", "content": "x"}], source="f.jsonl", line=7)
+    pattern = rf"^f\.jsonl, line 7: the chat template refuses .*\({re.escape(RAISING[fault])}.*\); correct the row"
+    with pytest.raises(ValueError, match=pattern):
+        encoder.encode(row)
+
+
+@pytest.mark.parametrize("fault", RAISING)
+def test_a_template_that_always_raises_is_refused(fault):
+    with pytest.raises(ValueError, match=r"^the chat template cannot render a user and an assistant message"):
+        encoder_for(fault + CHATML)
+
+
 def test_a_template_that_refuses_a_conversation_names_the_row():
     row = row_of("a", "b", system="s")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 7: .*roles must alternate"):

@@ -1,6 +1,7 @@
 """Reading JSONL: what is accepted, and that each refusal names the file and the line."""
 
 import json
+import os
 
 import pytest
 
@@ -125,6 +126,14 @@ REFUSED = {
     ),
     "tool call by user": (message_row(USER | {"tool_calls": [{}]}, ASSISTANT), r"messages\[0\]\.tool_calls"),
     "tools not a list": (json.dumps(GOOD | {"tools": "f"}), "tools is a string"),
+    "too many digits": ('{"id": ' + "9" * 5000 + "}", r"a whole number has more than \d+ digits: .*; shorten it"),
+    "too deep": ('{"id": ' + "[" * 200_000 + "]" * 200_000 + "}", "nests too deeply to be read: .*; flatten"),
+    "objects too deep": ('{"a":' * 200_000 + "1" + "}" * 200_000, "nests too deeply to be read: .*; flatten"),
+    "repeated key": ('{"prompt": "x", "completion": "y", "prompt": "z"}', "the key 'prompt' is given twice"),
+    "repeated key of a message": (
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        "the key 'content' is given twice in one object; keep one",
+    ),
     "half a surrogate pair": ('{"prompt": "a\\ud83d", "completion": "y"}', "surrogate pair at character 1"),
 }
 
@@ -157,3 +166,13 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path):
         list(read_rows(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="is a directory"):
         list(read_rows(tmp_path))
+
+
+def test_special_files_and_impossible_names_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"data file {path} is a device, pipe or socket, not a regular file; give"):
+            list(read_rows(path))
+    for path, reason in (("x" * 300, "has a name of more than 255 bytes"), ("a\0b", "holds a NUL character")):
+        with pytest.raises(ValueError, match=rf"^data file .* {reason}[^\0]*; give the path of a JSONL file"):
+            list(read_rows(path))

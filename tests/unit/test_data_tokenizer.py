@@ -1,6 +1,7 @@
 """Loading a tokenizer from disk and saying what is wrong when that fails."""
 
 import json
+import os
 
 import pytest
 from data_helpers import CHATML, LLAMA3, byte_level_tokenizer
@@ -28,11 +29,26 @@ def test_template_file_replaces_the_template(directory, tmp_path):
 
 
 def test_missing_and_empty_template_files_are_refused(directory, tmp_path):
-    with pytest.raises(ValueError, match=r"chat_template .*none\.jinja is not a file"):
+    with pytest.raises(ValueError, match=r"chat_template .*none\.jinja does not exist"):
         load_tokenizer(directory, tmp_path / "none.jinja")
     (tmp_path / "empty.jinja").write_text(" \n")
     with pytest.raises(ValueError, match=r"chat_template .*empty\.jinja is empty"):
         load_tokenizer(directory, tmp_path / "empty.jinja")
+
+
+def test_special_files_and_impossible_names_are_refused(directory, tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(
+        ValueError, match=r"tokenizer path .*pipe\.gguf is a device, pipe or socket, not a regular file; "
+    ):
+        load_tokenizer(tmp_path / "pipe.gguf")
+    with pytest.raises(ValueError, match="chat_template /dev/null is a device, pipe or socket, not a regular file; "):
+        load_tokenizer(directory, "/dev/null")
+    for name, reason in (("x" * 300, "more than 255 bytes"), ("a\0b", "'a.x00b' holds a NUL character")):
+        with pytest.raises(ValueError, match=rf"tokenizer path .*{reason}.*; give"):
+            load_tokenizer(name)
+        with pytest.raises(ValueError, match=rf"chat_template .*{reason}.*; give"):
+            load_tokenizer(directory, name)
 
 
 def test_paths_that_hold_no_tokenizer_are_refused(tmp_path):

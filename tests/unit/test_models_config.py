@@ -1,6 +1,7 @@
 """Reading Hugging Face configs, what is refused, and what Megatron-Core is told."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,11 @@ def test_inverse_frequencies_are_those_of_transformers(rope: dict) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     raw = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")} | rope
-    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(raw))
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(deepcopy(raw)))
     assert theirs.attention_scaling == 1.0
+    before = deepcopy(raw)
     assert torch.equal(inverse_frequencies(hf_config_from_dict(raw, "model")), theirs.inv_freq)
+    assert raw == before  # an export writes it again
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,9 @@ def test_config_comes_from_a_directory_or_a_file(tmp_path: Path) -> None:
     [
         ("config.json", '{"vocab_size": ', "config.json is not valid JSON"),
         ("config.json", "[1]", "config.json is not a JSON object"),
+        ("config.json", "[" * 100_000, "config.json is not valid JSON .it is nested too deeply.; download it again"),
+        ("config.json", '{"a":' * 100_000, "config.json is not valid JSON .it is nested too deeply.; download it"),
+        ("config.json", '{"vocab_size": 1%s}' % ("0" * 5000), "config.json is not valid JSON .*; download it again"),
         ("other.json", "{}", "has no config.json"),
     ],
 )

@@ -90,12 +90,35 @@ def test_stored_dtype_is_kept(tmp_path: Path) -> None:
     assert source.read("lm_head.weight").dtype == torch.bfloat16
 
 
-def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int32, "I32"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantised_tensors_are_refused_without_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str, tied: bool
+) -> None:
     tensors = make_tensors()
-    tensors["lm_head.weight"] = torch.zeros(VOCAB, HIDDEN, dtype=torch.int8)
-    source = open_source(write_model(tmp_path, tensors), random_init=False, seed=0)
-    with pytest.raises(ValueError, match=r"model\.safetensors: lm_head\.weight has dtype I8"):
-        source.read("lm_head.weight")
+    tensors["lm_head.weight"] = torch.zeros(VOCAB, HIDDEN).to(dtype)
+    hf = write_model(tmp_path, tensors, tie_word_embeddings=tied)
+    monkeypatch.delattr(SafetensorsSource, "read")
+    with pytest.raises(ValueError) as caught:
+        open_source(hf, random_init=False, seed=0)
+    reason = f"tensors cannot be trained: lm_head.weight has dtype {name}; use the unquantised model"
+    assert str(caught.value) == f"{tmp_path}: {reason}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_floating_point_tensors_are_taken(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
+    open_source(write_model(tmp_path, tensors), random_init=False, seed=0)
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
