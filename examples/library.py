@@ -29,7 +29,7 @@ with parallel_session(config, chosen) as parallel:
     head = LossHead(config.losses, VocabShard(parallel.pg.tp, hf.vocab_size))
     wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel, optimizer=optimizer)
 
-    data = load_run_data(config)
+    data = load_run_data(config).for_vocabulary(hf.vocab_size)
     loader = TrainLoader(
         data.train,
         global_batch_size=config.training.global_batch_size,
