@@ -26,7 +26,7 @@ with parallel_session(config, chosen) as parallel:
     chunks = build_model(hf, config, parallel)  # one per virtual pipeline stage
     load_initial_weights(chunks, hf, config, parallel)
     optimizer = build_optimizer(config, chunks, parallel)
-    head = LossHead(config.losses, VocabShard(parallel.pg.tp, hf.vocab_size))
+    head = LossHead.from_config(config, VocabShard(parallel.pg.tp, hf.vocab_size))
     wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel, optimizer=optimizer)
 
     data = load_run_data(config).for_vocabulary(hf.vocab_size)

@@ -1,13 +1,13 @@
 """Runs a list of micro-batches through the model, with gradients or without, on Megatron-Core's schedules.
 
-Owns the one place where token losses become numbers: the global weighted mean that makes the loss and the gradients
-the same under every layout. Losses come from `losses/`, per-token outputs go through `outputs.py`, stepping the
-optimizer is the caller's.
+Owns what happens to a mini-batch between the data and the optimizer: Megatron's schedule and hooks, gradient
+accumulation, the reduction of metrics. Losses come from `losses/`, what a token weighs from `token_weights.py`,
+per-token outputs go through `outputs.py`, stepping the optimizer is the caller's.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,10 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import shard_sequence
 from megatron_ext.data import MicroBatch
-from megatron_ext.losses import LossHead, TokenLosses
+from megatron_ext.losses import HeadInputs, LossHead, TokenLosses
 from megatron_ext.outputs import MiniBatchResult, StepMetrics, TokenOutputs, empty_outputs
 from megatron_ext.parallel import ParallelContext
+from megatron_ext.token_weights import GlobalCounts, count_globally, token_weights
 
 
 def _finalize_unscaled(model: list, _num_tokens: Any = None, **kwargs: Any) -> None:
@@ -55,7 +56,9 @@ class MegatronModelWrapper:
         self.model_chunks = model_chunks
         self.losses = losses
         self.parallel = parallel
+        self.loss_reduction = config.training.loss_reduction
         self.sequence_multiple = config.sequence_multiple
+        self._optimizer = optimizer
         self._accumulated_weight: torch.Tensor | None = None  # of the gradients in the buffers, [] float64
         self._connect_schedule(config, optimizer)
 
@@ -94,9 +97,10 @@ class MegatronModelWrapper:
     ) -> MiniBatchResult:
         """Losses, and unless `forward_only` gradients, of the mini-batch whose micro-batches the DP ranks hold.
 
-        Every loss is sum(weight * loss) / sum(weight) over the tokens of all micro-batches on all data-parallel ranks.
-        A second call before `zero_grad` leaves the gradients that one call with all the micro-batches would have
-        left. Every rank must call it, with the same number of micro-batches.
+        Every loss is sum(weight * loss) / sum(weight) over the tokens of all micro-batches on all data-parallel ranks,
+        or with `loss_reduction: sequence_mean` the mean over sequences of each one's own mean. A second call before
+        `zero_grad` leaves the gradients that one call with all the micro-batches would have left. Every rank must
+        call it, with the same number of micro-batches.
 
         Args:
             micro_batches: this replica's share, all of one shape; the same on its TP, PP and CP ranks.
@@ -109,18 +113,19 @@ class MegatronModelWrapper:
             Metrics, and one dict per sequence in input order (empty dicts unless per-token outputs were asked for).
 
         Raises:
-            ValueError: no micro-batches, or shapes that differ or cannot be divided over the ranks.
+            ValueError: no micro-batches, shapes that differ or cannot be divided over the ranks, trained labels
+                outside the vocabulary, or masks that are negative or not finite; on every rank alike.
         """
         self._check(micro_batches)
-        counts = self._global_counts(micro_batches)
+        counts = count_globally(micro_batches, self.loss_reduction, self.parallel, self.losses.shard.vocab_size)
         collector = self._open_gate() if return_per_token_outputs else None
         trains = not forward_only and any(weight > 0 for weight in self.losses.weights)
 
         if trains:
             self._forget_parameter_grads()
-        before = self._set_accumulated_aside(counts[0]) if trains else None
+        before = self._set_accumulated_aside(counts.denominator) if trains else None
         with nullcontext() if not forward_only else self._evaluation_mode():
-            reports = self._run_schedule(micro_batches, counts[0], collector, forward_only=not trains)
+            reports = self._run_schedule(micro_batches, counts.denominator, collector, forward_only=not trains)
         if before is not None:
             self._merge_accumulated(before)
 
@@ -139,19 +144,18 @@ class MegatronModelWrapper:
     ) -> list[torch.Tensor]:
         """The sums of each micro-batch, see `_loss_func`; empty on all but the last stage."""
         parallel = self.parallel
-        prepared = [self._prepare(batch) for batch in micro_batches]
-        scale = torch.where(denominator > 0, 1.0 / denominator, 0.0).float()
+        prepared = [self._prepare(batch, denominator, wants_all=collector is not None) for batch in micro_batches]
 
-        def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
-            batch = next(batches)
+        def forward_step(inputs: "Iterator[_StageInputs]", chunk: torch.nn.Module) -> tuple[Any, Any]:
+            inputs = next(inputs)
             output = chunk(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
                 attention_mask=None,
                 output_processor=self.losses,
-                output_processor_context=batch.labels,
+                output_processor_context=inputs.head,
             )
-            return output, partial(self._loss_func, batch.loss_mask, scale, collector)
+            return output, partial(self._loss_func, inputs, collector)
 
         schedule = get_forward_backward_func(parallel.pp_size, parallel.vp_size if parallel.vp_size > 1 else None)
         b, s = micro_batches[0].input_ids.shape
@@ -168,31 +172,22 @@ class MegatronModelWrapper:
             )
 
     def _loss_func(
-        self,
-        loss_mask: torch.Tensor,  # [b, s/cp] fp32
-        scale: torch.Tensor,  # [] 1 / global denominator
-        collector: TokenOutputs | None,
-        token_losses: TokenLosses,
+        self, inputs: "_StageInputs", collector: TokenOutputs | None, token_losses: TokenLosses
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Megatron's loss function: (scaled sum, 0 so that nothing is divided again, sums of each named loss)."""
+        """Megatron's loss function: (the total, 0 so that nothing is divided again, sums of each loss and metric)."""
         token_losses = TokenLosses(*token_losses)  # Float16Module rebuilds tuples without their names
-        trained = loss_mask != 0
-        total = torch.zeros((), dtype=torch.float32, device=loss_mask.device)
-        for value, weight in zip(token_losses.values, self.losses.weights, strict=True):
-            if weight > 0:
-                # where before the product: 0 * NaN is NaN
-                total = total + weight * (torch.where(trained, value, 0.0) * loss_mask).sum()
         with torch.no_grad():
-            masked = torch.where(trained, token_losses.values.detach(), 0.0)
-            sums = (masked.double() * loss_mask).sum(dim=(1, 2))
+            # where before the product: 0 * NaN is NaN
+            values = torch.where(inputs.loss_mask != 0, token_losses.values, 0.0).double()
+            losses, metrics = values.split((len(self.losses.names), len(self.losses.token_metrics)))
+            sums = torch.cat((losses * inputs.weights, metrics * inputs.loss_mask)).sum(dim=(1, 2))
         if collector is not None:
             collector.collect(self._per_token_fields(token_losses))
-        return total * scale, torch.zeros((), dtype=torch.int, device=total.device), sums
+        return token_losses.total, torch.zeros((), dtype=torch.int, device=sums.device), sums
 
     def _per_token_fields(self, token_losses: TokenLosses) -> list[torch.Tensor]:
-        weights = token_losses.values.new_tensor(self.losses.weights)
-        with torch.no_grad():
-            elementwise = torch.einsum("l,lbs->bs", weights, token_losses.values)
+        losses = token_losses.values[: len(self.losses.names)]
+        elementwise = torch.einsum("l,lbs->bs", losses.new_tensor(self.losses.weights), losses)
         return [token_losses.logprobs, elementwise]
 
     def _open_gate(self) -> TokenOutputs:
@@ -204,17 +199,38 @@ class MegatronModelWrapper:
             groups["p2p_communicator"] = P2PCommunicator(self.parallel.pg.pp, get_model_config(self.model_chunks[0]))
         return groups
 
-    def _prepare(self, batch: MicroBatch) -> MicroBatch:
+    def _prepare(self, batch: MicroBatch, denominator: torch.Tensor, wants_all: bool) -> "_StageInputs":
         """This rank's part of a micro-batch, on its device."""
         parallel = self.parallel
-        batch = batch.to(parallel.device, non_blocking=True)
-        if parallel.cp_size == 1:
-            return batch
-        sequences = {
-            name: shard_sequence(getattr(batch, name), parallel.cp_rank, parallel.cp_size)
-            for name in ("input_ids", "labels", "loss_mask", "position_ids")
-        }
-        return replace(batch, **sequences)
+
+        def own(rows: torch.Tensor) -> torch.Tensor:
+            return rows if parallel.cp_size == 1 else shard_sequence(rows, parallel.cp_rank, parallel.cp_size)
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(parallel.device, non_blocking=True)
+
+        mask, weights = own(batch.loss_mask.float()), own(token_weights(batch, self.loss_reduction))
+        # indices are made where the batch is, commonly on the host, because a GPU would have to be waited for
+        others = None
+        if wants_all:
+            real = torch.arange(batch.loss_mask.size(1), device=mask.device) < batch.lengths[:, None]
+            others = to_device(_indices(own(real) & (mask == 0)))
+        weights_on_device = to_device(weights)
+        scale = torch.where(denominator > 0, 1.0 / denominator, 0.0).float()
+        head = HeadInputs(
+            labels=to_device(own(batch.labels)),
+            token_weights=weights_on_device * scale,
+            trained=to_device(_indices(mask != 0)),
+            others=others,
+            gradient_scale=1.0 if self._optimizer is None else self._optimizer.get_loss_scale().reshape(()),
+        )
+        return _StageInputs(
+            input_ids=to_device(own(batch.input_ids)),
+            position_ids=to_device(own(batch.position_ids)),
+            loss_mask=to_device(mask),
+            weights=weights_on_device,
+            head=head,
+        )
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
         if not micro_batches:
@@ -231,31 +247,19 @@ class MegatronModelWrapper:
         if s % multiple:
             raise ValueError(f"sequence length {s} is not divisible by {multiple}, as this layout needs; pad the rows")
 
-    # ---------------------------------------------------------------------------------------- normalisation
+    # ---------------------------------------------------------------------------------------------- metrics
 
-    def _global_counts(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """[3] float64 on the device, of the global batch: sum of mask, trained tokens, tokens that are not padding.
-
-        Known before the first forward. Counted on whole rows, so that CP ranks do not count twice.
-        """
-        masks = torch.stack([batch.loss_mask for batch in micro_batches]).double()
-        inputs = sum(batch.lengths.sum() for batch in micro_batches)
-        counts = torch.stack((masks.sum(), (masks != 0).sum(), inputs)).to(self.parallel.device)
-        if self.parallel.dp_size > 1:
-            dist.all_reduce(counts, group=self.parallel.pg.dp)
-        return counts
-
-    def _reduce_metrics(self, reports: list[torch.Tensor], counts: torch.Tensor) -> StepMetrics:
-        parallel = self.parallel
+    def _reduce_metrics(self, reports: list[torch.Tensor], counts: GlobalCounts) -> StepMetrics:
+        parallel, head = self.parallel, self.losses
         if parallel.is_last_stage:
-            sums = torch.stack(reports).sum(dim=0)  # [losses] float64
+            sums = torch.stack(reports).sum(dim=0)  # [losses + token metrics] float64
             if parallel.pg.dp_cp.size() > 1:
                 dist.all_reduce(sums, group=parallel.pg.dp_cp)
         else:
-            sums = torch.empty(len(self.losses.names), dtype=torch.float64, device=parallel.device)
+            sums = torch.empty(len(head.names) + len(head.token_metrics), dtype=torch.float64, device=parallel.device)
         if parallel.pp_size > 1:
             dist.broadcast(sums, src=dist.get_global_rank(parallel.pg.pp, parallel.pp_size - 1), group=parallel.pg.pp)
-        return StepMetrics(dict(zip(self.losses.names, self.losses.weights, strict=True)), sums, counts)
+        return StepMetrics(dict(zip(head.names, head.weights, strict=True)), head.token_metrics, sums, counts)
 
     # ----------------------------------------------------------------------------------------- accumulation
 
@@ -323,3 +327,19 @@ class _Accumulated:
 
     gradients: list[torch.Tensor]
     weight: torch.Tensor  # [] float64
+
+
+@dataclass(frozen=True)
+class _StageInputs:
+    """A micro-batch as this rank's stage takes it: its part of the sequence, on its device."""
+
+    input_ids: torch.Tensor  # [b, s/cp]
+    position_ids: torch.Tensor  # [b, s/cp]
+    loss_mask: torch.Tensor  # [b, s/cp] fp32
+    weights: torch.Tensor  # [b, s/cp] fp32, what a token weighs before the division by the denominator
+    head: HeadInputs
+
+
+def _indices(chosen: torch.Tensor) -> torch.Tensor:
+    """Where [b, s] is true, counted as the hidden states [s, b] lie in memory."""
+    return chosen.t().flatten().nonzero().squeeze(1)

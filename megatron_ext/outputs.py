@@ -4,7 +4,7 @@ Per-token tensors stay on the device until the schedule is done; then they trave
 parallel ranks, from the last pipeline stage to the others, and to the host.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,39 +13,61 @@ import torch.distributed as dist
 from megatron_ext.context_parallel import restore_sequence_order
 from megatron_ext.data import FILLER_ID, MicroBatch
 from megatron_ext.parallel import ParallelContext
+from megatron_ext.token_weights import GlobalCounts
+
+TOKEN_COUNTS = ("num_tokens", "num_input_tokens")
+"""The metrics that add up over steps; all others are means."""
 
 
 class StepMetrics(Mapping[str, float]):
-    """Every named loss (unweighted mean over the weighted tokens), `loss` (the weighted total) and token counts.
+    """Every named loss, `loss` (the weighted total), token metrics and token counts.
 
-    `num_tokens` counts the trained tokens, `num_input_tokens` all that are not padding. Equal on every rank. Keeps sums
-    and counts, so that several can be combined exactly; reading any value waits for the device, once.
+    Losses are means over the global batch as `loss_reduction` says, unweighted; token metrics are means over its
+    weighted tokens. `num_tokens` counts the trained tokens, `num_input_tokens` all that are not padding. Equal on
+    every rank. Keeps sums and counts, so that several can be combined exactly; reading any value waits for the
+    device, once.
 
     Args:
         loss_weights: configured weight of each loss, by name.
-        sums: [losses] float64 on the device, sum of mask * loss.
-        counts: [3] float64 on the device: sum of mask, trained tokens, input tokens.
+        token_metrics: names of the token metrics.
+        sums: [losses + token metrics] float64 on the device, sum of weight * value.
+        counts: of the global batch.
     """
 
-    def __init__(self, loss_weights: Mapping[str, float], sums: torch.Tensor, counts: torch.Tensor) -> None:
+    def __init__(
+        self,
+        loss_weights: Mapping[str, float],
+        token_metrics: Sequence[str],
+        sums: torch.Tensor,
+        counts: GlobalCounts,
+    ) -> None:
         self._loss_weights = loss_weights
-        self._totals = torch.cat((sums, counts))
+        self._token_metrics = token_metrics
+        self._totals = torch.cat((sums, torch.stack(counts)))
         self._values: dict[str, float] | None = None
 
     @classmethod
     def combine(cls, parts: list["StepMetrics"]) -> "StepMetrics":
         """The metrics of one batch made of all the parts' batches."""
+        first = parts[0]
         totals = torch.stack([part._totals for part in parts]).sum(dim=0)
-        return cls(parts[0]._loss_weights, *totals.split((len(totals) - 3, 3)))
+        num_sums = len(first._loss_weights) + len(first._token_metrics)
+        return cls(first._loss_weights, first._token_metrics, totals[:num_sums], GlobalCounts(*totals[num_sums:]))
 
     def _read(self) -> dict[str, float]:
         if self._values is None:
-            *sums, weight, num_tokens, num_input_tokens = self._totals.tolist()
+            totals = self._totals.tolist()
+            counts = GlobalCounts(*totals[-len(GlobalCounts._fields) :])
+            names = [*self._loss_weights, *self._token_metrics]
+            denominators = [counts.denominator] * len(self._loss_weights)
+            denominators += [counts.mask_sum] * len(self._token_metrics)
             # no weighted token at all: 0 by definition, unless the sums are not numbers
-            means = [total / weight if weight else total for total in sums]
-            self._values = dict(zip(self._loss_weights, means, strict=True))
+            self._values = {
+                name: total / denominator if denominator else total
+                for name, total, denominator in zip(names, totals, denominators, strict=False)
+            }
             self._values["loss"] = sum(self._values[name] * weight for name, weight in self._loss_weights.items())
-            self._values |= {"num_tokens": num_tokens, "num_input_tokens": num_input_tokens}
+            self._values |= {"num_tokens": counts.num_tokens, "num_input_tokens": counts.num_input_tokens}
         return self._values
 
     def __getitem__(self, name: str) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ConfigError
 from megatron_ext.models.hf_config import HFConfig
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -65,18 +65,32 @@ def model_identity(hf: HFConfig) -> dict[str, Any]:
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """What determines the loss curve. The layout, the micro-batch size and the logging are free to change."""
+    """What determines the loss curve. The layout, the micro-batch size, how logits are computed and the logging are
+    free to change."""
     optimizer = config.optimizer.model_dump()
     optimizer["lr_decay_iters"] = config.lr_decay_iters
     settings: dict[str, Any] = {f"optimizer.{name}": value for name, value in optimizer.items()}
     settings |= {f"losses.{name}": loss.model_dump() for name, loss in config.losses.items()}
     for section, names in {
-        "training": ("global_batch_size", "seed", "bf16"),
+        "training": ("global_batch_size", "loss_reduction", "seed", "bf16"),
+        "logits": ("logit_softcap", "logit_scale"),
         "model": ("attention_dropout", "hidden_dropout"),
     }.items():
         values = getattr(config, section).model_dump()
         settings |= {f"{section}.{name}": values[name] for name in names}
     return settings
+
+
+def _with_later_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint, and the defaults of those that came after the version that wrote it: what they
+    choose now is what it did then."""
+    losses = {name.removeprefix("losses."): loss for name, loss in saved.items() if name.startswith("losses.")}
+    try:
+        config = Config.from_dict({"model": {"hf_path": "any"}, "losses": losses})
+    except ConfigError:  # losses that this version does not know: they differ from any it could have
+        return dict(saved)
+    settings = training_settings(config)
+    return {**settings, **{name: value for name, value in saved.items() if not name.startswith("losses.")}}
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -129,7 +143,7 @@ def check_load(config: Config, hf: HFConfig) -> None:
         raise ValueError(f"checkpoint.load {root} is of another model: {'; '.join(different)}; give its own model")
     if config.checkpoint.finetune:
         return
-    different = _differences(run["settings"], training_settings(config))
+    different = _differences(_with_later_settings(run["settings"]), training_settings(config))
     if config.checkpoint.no_load_optim:
         different = [difference for difference in different if not difference.startswith("optimizer.")]
     elif not run["has_optimizer"]:

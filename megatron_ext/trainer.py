@@ -19,7 +19,7 @@ from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.sources import TensorSource
 from megatron_ext.models.weights import load_hf_weights
 from megatron_ext.optimizer import build_optimizer, build_scheduler
-from megatron_ext.outputs import StepMetrics
+from megatron_ext.outputs import TOKEN_COUNTS, StepMetrics
 from megatron_ext.parallel import ParallelContext
 from megatron_ext.run_report import describe_layout, evaluation_line, progress_line
 
@@ -76,7 +76,7 @@ class Trainer:
         self.wrapper = MegatronModelWrapper(
             self.chunks,
             config,
-            losses=LossHead(config.losses, shard),
+            losses=LossHead.from_config(config, shard),
             parallel=parallel,
             optimizer=self.optimizer,
         )
@@ -141,9 +141,9 @@ class Trainer:
 
     def _log(self, log: MetricsLog, pending: list[StepMetrics], grad_norm: float, seconds: float) -> None:
         """One record for the steps since the last one: mean losses, sums of tokens, the last lr and norm."""
-        names = [*self.config.losses, "loss"]
+        names = [name for name in pending[0] if name not in TOKEN_COUNTS]
         means = {name: sum(metrics[name] for metrics in pending) / len(pending) for name in names}
-        totals = {name: sum(metrics[name] for metrics in pending) for name in ("num_tokens", "num_input_tokens")}
+        totals = {name: sum(metrics[name] for metrics in pending) for name in TOKEN_COUNTS}
         record: Record = {
             "iteration": self.iteration,
             "consumed_samples": self.loader.consumed_samples,

@@ -2,15 +2,15 @@
 
 from megatron_ext.config.checks import check_files, check_layout
 from megatron_ext.config.command_line import Command, load_config, parse_command_line
+from megatron_ext.config.losses import CrossEntropyLoss, LossBase, LossConfig, ZLoss
 from megatron_ext.config.messages import ConfigError
 from megatron_ext.config.schema import (
     CheckpointConfig,
     Config,
-    CrossEntropyLoss,
     DataConfig,
     EvaluationConfig,
     LoggingConfig,
-    LossConfig,
+    LogitsConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -27,11 +27,14 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "LoggingConfig",
+    "LogitsConfig",
+    "LossBase",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
+    "ZLoss",
     "check_files",
     "check_layout",
     "config_to_yaml",

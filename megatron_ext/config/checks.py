@@ -244,6 +244,12 @@ def _unused_problems(config: Config) -> list[str]:
             f"data.messages_key, data.prompt_key and data.completion_key: {', '.join(map(repr, keys))} "
             "are not three different keys; rename one"
         )
+    logits = config.logits
+    if logits.implementation == "materialized" and logits.chunk_tokens != "auto":
+        problems.append(
+            f"logits.chunk_tokens: {logits.chunk_tokens} does nothing with implementation materialized; "
+            "use implementation chunked, or leave chunk_tokens out"
+        )
     pairs = (
         ("evaluation.eval_interval", evaluation.eval_interval, "data.valid_data_path", valid),
         ("evaluation.eval_before_training", evaluation.eval_before_training, "data.valid_data_path", valid),

@@ -15,6 +15,8 @@ from megatron_ext.config.messages import ConfigError, Problem, explain, suggest
 from megatron_ext.config.schema import DEFAULT_EVALUATION_SET, DEFAULT_RUN_NAME, Config
 from megatron_ext.config.settings import (
     accepted,
+    fields_of,
+    map_keys,
     map_value,
     member_types,
     nearest,
@@ -170,7 +172,7 @@ def _resolve(name: str) -> tuple[tuple[str, ...], Any] | None:
         classes = section_classes(annotation)
         if classes:
             key = rest.pop(0).replace("-", "_")
-            fields = {name: info.annotation for model in classes for name, info in model.model_fields.items()}
+            fields = fields_of(classes)
             if key not in fields:
                 return None
             annotation = fields[key]
@@ -197,6 +199,9 @@ def _unknown_flag(spelling: str) -> str:
     if leaf in table:
         home = table[leaf]
         return f"{spelling} is not a flag; {leaf} belongs to the section {home.section}: use {home.flag}"
+    if leaf in map_keys(Config):
+        home = map_keys(Config)[leaf]
+        return f"{spelling} is not a flag; {leaf} belongs to an entry of {home}: use --{home}.NAME.{leaf}"
     within = _resolve(prefix) if prefix else None
     siblings = [n for model in section_classes(within[1]) for n in model.model_fields] if within else []
     found = suggest(leaf, siblings, prefix, Config) or nearest(leaf, ["config", "print_config", "help"])
@@ -237,7 +242,8 @@ def _default_map(path: tuple[str, ...]) -> dict[str, Any]:
     info = Config.model_fields[path[0]]
     if len(path) > 1 or path[0] in sections(Config):
         return {}
-    return {name: entry.model_dump() for name, entry in info.default.items()}
+    # Without their defaults: a flag that gives an entry another type gives it that type's defaults.
+    return {name: entry.model_dump(exclude_defaults=True) for name, entry in info.default.items()}
 
 
 def _with_source(problem: Problem, file: ConfigFile | None, flags: list[_Flag]) -> str:

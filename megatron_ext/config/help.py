@@ -2,13 +2,24 @@
 
 import argparse
 import shutil
+from copy import copy
 from typing import Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_ext.config.messages import shown
 from megatron_ext.config.schema import Config
-from megatron_ext.config.settings import map_value, member_types, section_classes, sections, settings, unit_of
+from megatron_ext.config.settings import (
+    accepted,
+    fields_of,
+    map_value,
+    member_types,
+    section_classes,
+    sections,
+    settings,
+    unit_of,
+)
 
 EPILOG = """\
 values:
@@ -49,10 +60,31 @@ def help_text() -> str:
                 _add_help(group, settings(Config)[name].flag, classes[0].model_fields[name])
             continue
         group = parser.add_argument_group(section, info.description)
-        for model in section_classes(map_value(info.annotation)):
-            for name, field in model.model_fields.items():
-                _add_help(group, f"--{section}.NAME.{name}", field)
+        _add_entries(group, section, section_classes(map_value(info.annotation)))
     return parser.format_help().rstrip()
+
+
+def _add_entries(group: argparse._ArgumentGroup, section: str, classes: list[type[BaseModel]]) -> None:
+    """The keys of a map's entries: what all types of entry share, then what only some have."""
+    annotations = fields_of(classes)
+    owners = {name: [model for model in classes if name in model.model_fields] for name in annotations}
+    for name in sorted(annotations, key=lambda name: len(owners[name]) < len(classes)):
+        info = copy(owners[name][0].model_fields[name])
+        info.annotation = annotations[name]
+        if name == "type" and len(classes) > 1:
+            info.description = f"{info.description} ({'; '.join(map(_type_and_meaning, classes))})"
+        elif len(owners[name]) < len(classes):
+            info.description = f"of {' and '.join(map(_type_of, owners[name]))}: {info.description}"
+        _add_help(group, f"--{section}.NAME.{name}", info)
+
+
+def _type_of(model: type[BaseModel]) -> str:
+    return accepted(model.model_fields["type"].annotation)
+
+
+def _type_and_meaning(model: type[BaseModel]) -> str:
+    meaning = (model.__doc__ or "").removesuffix(".")
+    return f"{_type_of(model)}: {meaning[:1].lower()}{meaning[1:]}"
 
 
 def _add_help(group: argparse._ArgumentGroup, flag: str, info: FieldInfo) -> None:
@@ -74,11 +106,10 @@ def _add_help(group: argparse._ArgumentGroup, flag: str, info: FieldInfo) -> Non
 
 def _metavar(info: FieldInfo) -> str:
     members = member_types(info.annotation)
-    for member in members:
-        if get_origin(member) is Literal:
-            return "{" + ",".join(get_args(member)) + "}"
-        if get_origin(member) is list:
-            return "NAME[,NAME...]"
-    if unit_of(info) == "path":
-        return "PATH"
-    return "N" if int in members else "X" if float in members else "TEXT"
+    if any(get_origin(member) is list for member in members):
+        return "NAME[,NAME...]"
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    plain = "PATH" if unit_of(info) == "path" else "N" if int in members else "X" if float in members else "TEXT"
+    if choices:
+        return "{" + ",".join([*choices, *([plain] if plain != "TEXT" else [])]) + "}"
+    return plain

@@ -4,6 +4,7 @@ the reason and the remedy. It decides nothing about what is valid."""
 import datetime
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +13,8 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron_ext.config.settings import (
     accepted,
+    fields_of,
+    map_keys,
     map_value,
     member_types,
     nearest,
@@ -93,6 +96,8 @@ def _place(location: Path, root: type[BaseModel]) -> _Place:
     place = _Place((), root, root, None)
     for part in location:
         classes = section_classes(place.annotation)
+        if _is_choice_of_values(place.annotation):  # the part is the tag that chose one of the types
+            continue
         if len(classes) > 1:  # the part is the tag that chose one of the classes
             place = _Place(place.path, place.parent, next(c for c in classes if _has_tag(c, part)), place.info)
             continue
@@ -108,6 +113,12 @@ def _place(location: Path, root: type[BaseModel]) -> _Place:
 def _has_tag(model: type[BaseModel], tag: Any) -> bool:
     annotations = [info.annotation for info in model.model_fields.values()]
     return any(get_origin(a) is Literal and tag in get_args(a) for a in annotations)
+
+
+def _is_choice_of_values(annotation: Any) -> bool:
+    """Whether several types of plain values are admitted (null apart), as in "auto" or a number."""
+    members = [member for member in member_types(annotation) if member is not NoneType]
+    return len(members) > 1 and all(get_origin(member) is Literal or member in (int, float, str) for member in members)
 
 
 def _item(annotation: Any) -> Any:
@@ -134,22 +145,19 @@ def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
         return Problem(place.path, f"{name} {details['ctx']['reason']}; {details['ctx']['remedy']}")
     if kind.startswith("union_tag"):
         tag = str(details["ctx"]["discriminator"]).strip("'")
-        given = f"{details['ctx']['tag']!r} is not a known choice" if "tag" in details["ctx"] else "not set"
-        return Problem((*place.path, tag), f"{name}.{tag}: {given}; use {_tags(place.annotation, tag)}")
+        given = f": {shown(value[tag])} is not a known choice" if tag in value else " is not set"
+        wanted = accepted(fields_of(section_classes(place.annotation))[tag])
+        return Problem((*place.path, tag), f"{name}.{tag}{given}; use {wanted}")
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return Problem(place.path, f"{name} {_not_a_section(value, place)}")
     return Problem(place.path, f"{name}: {_refusal(value, kind, place)}; {_remedy(value, place)}")
 
 
-def _tags(annotation: Any, tag: str) -> str:
-    kinds = [accepted(model.model_fields[tag].annotation) for model in section_classes(annotation)]
-    return " or ".join(kinds)
-
-
 def _not_a_section(value: Any, place: _Place) -> str:
     got = "is empty (null)" if value is None else f"is {shown(value)}, which is not a map of keys and values"
     classes = section_classes(place.annotation)
-    keys = list(classes[0].model_fields)[:3] if classes else []
+    shared = [key for key in fields_of(classes) if all(key in model.model_fields for model in classes)]
+    keys = shared[:3]
     remedy = f"give it keys such as {', '.join(keys)}" if keys else "give it entries"
     return f"{got}; {remedy}, or delete it"
 
@@ -165,7 +173,7 @@ def _refusal(value: Any, kind: str, place: _Place) -> str:
         return f"{shown(value)} is too small"
     if kind.startswith("less_than"):
         return f"{shown(value)} is too large"
-    if kind == "literal_error":
+    if kind == "literal_error" and not _is_choice_of_values(place.annotation):
         return f"{shown(value)} is not a known choice"
     return f"{shown(value)} is not {accepted(place.annotation).removesuffix(', or null')}"
 
@@ -185,8 +193,13 @@ def _unknown(place: _Place, root: type[BaseModel]) -> str:
     if leaf in table and leaf not in place.parent.model_fields:
         home = table[leaf].section
         return f"is not known; {leaf} belongs to the section {home} (write {home}: {{{leaf}: ...}})"
+    home = map_keys(root).get(leaf)
+    if home is not None and home != place.path[0] and leaf not in place.parent.model_fields:
+        return f"is not known; {leaf} belongs to an entry of {home} (write {home}: {{NAME: {{{leaf}: ...}}}})"
     suggestion = suggest(leaf, place.parent.model_fields, prefix, root)
     if suggestion is not None:
         return f"is not a known key; did you mean {suggestion}?"
     what = f"the keys of {prefix}" if prefix else "the sections"
+    if "type" in place.parent.model_fields:
+        what += f" (a {accepted(place.parent.model_fields['type'].annotation)})"
     return f"is not a known key; {what} are {', '.join(place.parent.model_fields)}"

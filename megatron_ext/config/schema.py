@@ -6,104 +6,60 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
+from megatron_ext.config.base import AutoOrTokens, Real, Section, name_setting, path_setting, refusal, setting
+from megatron_ext.config.losses import CrossEntropyLoss, LossConfig, check_loss_names
 from megatron_ext.config.messages import ConfigError, explain
 
 DEFAULT_EVALUATION_SET = "validation"
 DEFAULT_RUN_NAME = "sft"
-# Keys of one metrics.jsonl line: a loss of the same name would overwrite them.
-RESERVED_LOSS_NAMES = ("loss", "num_tokens", "iteration", "lr", "grad_norm", "split", "consumed_samples")
-
-# The largest number of each unit: what is beyond it is a slip, and would end in an overflow or an endless loop.
-_LARGEST = {
-    "iterations": 10**9,
-    "sequences": 10**9,
-    "tokens": 10**8,
-    "ranks": 10**6,
-    "chunks": 10**6,
-    "layers": 10**6,
-}
-
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-
-
-def _number_from_text(value: Any) -> Any:
-    """YAML 1.1 reads 1e-4 (no dot) as text; a number field takes it for the number it is."""
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value.strip()) else value
-
-
-Real = Annotated[float, BeforeValidator(_number_from_text)]
-
-
-def _setting(default: Any, description: str, *, unit: str = "", **constraints: Any) -> Any:
-    largest = {"le": _LARGEST[unit]} if unit in _LARGEST else {}
-    return Field(default, description=description, json_schema_extra={"unit": unit}, **(largest | constraints))
-
-
-def _refusal(reason: str, remedy: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{reason}; {remedy}", {"reason": reason, "remedy": remedy})
-
-
-def _path(default: Any, description: str, *, unit: str = "path") -> Any:
-    return _setting(default, description, unit=unit, min_length=1)
-
-
-def _name(default: Any, description: str) -> Any:
-    return _setting(default, description, unit="", min_length=1)
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and strict about names and types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
     """Which model, where its weights and tokenizer come from, and how it is computed."""
 
-    hf_path: str = _path(
+    hf_path: str = path_setting(
         ...,
         "Hugging Face directory (config.json and *.safetensors) or .gguf file to start from; "
         "with random_init a directory holding a config.json, or that config.json",
     )
-    random_init: bool = _setting(
+    random_init: bool = setting(
         False, "start from random weights (the same ones under every layout) instead of those at hf_path"
     )
-    tokenizer_path: str | None = _path(
+    tokenizer_path: str | None = path_setting(
         None, "directory or .gguf file of the tokenizer (null: hf_path, or the directory of a config.json)"
     )
-    chat_template: str | None = _path(None, "jinja file to use instead of the tokenizer's own chat template")
-    transformer_impl: Literal["auto", "transformer_engine", "torch"] = _setting(
+    chat_template: str | None = path_setting(None, "jinja file to use instead of the tokenizer's own chat template")
+    transformer_impl: Literal["auto", "transformer_engine", "torch"] = setting(
         "auto", "layers to build the model from (auto: Transformer Engine where it works, else torch)"
     )
-    make_vocab_size_divisible_by: int = _setting(
+    make_vocab_size_divisible_by: int = setting(
         128,
         "the vocabulary is padded to a multiple of this times tensor_model_parallel_size",
         unit="tokens",
         ge=1,
         le=10**6,
     )
-    attention_dropout: Real = _setting(0.0, "dropout of the attention weights", unit="probability", ge=0, lt=1)
-    hidden_dropout: Real = _setting(0.0, "dropout of the hidden states", unit="probability", ge=0, lt=1)
-    recompute_granularity: Literal["full", "selective"] | None = _setting(
+    attention_dropout: Real = setting(0.0, "dropout of the attention weights", unit="probability", ge=0, lt=1)
+    hidden_dropout: Real = setting(0.0, "dropout of the hidden states", unit="probability", ge=0, lt=1)
+    recompute_granularity: Literal["full", "selective"] | None = setting(
         None,
         "recompute activations in backward instead of storing them: whole layers, or recompute_modules only",
     )
-    recompute_method: Literal["uniform", "block"] | None = _setting(
+    recompute_method: Literal["uniform", "block"] | None = setting(
         None, "with full: checkpoint equal groups of layers, or only the first layers of each pipeline stage"
     )
-    recompute_num_layers: int | None = _setting(
+    recompute_num_layers: int | None = setting(
         None,
         "with full: layers in a group (uniform) or recomputed on each stage (block)",
         unit="layers",
         ge=1,
     )
-    recompute_modules: list[Literal["core_attn", "layernorm", "mlp"]] | None = _setting(
+    recompute_modules: list[Literal["core_attn", "layernorm", "mlp"]] | None = setting(
         None, "with selective: the parts to recompute (null: core_attn)"
     )
-    distribute_saved_activations: bool = _setting(
+    distribute_saved_activations: bool = setting(
         False, "with full: split the stored activations over the tensor-parallel ranks"
     )
 
@@ -111,30 +67,30 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How the model and the batch are divided over ranks; data parallelism takes the ranks that are left."""
 
-    tensor_model_parallel_size: int = _setting(1, "ranks that share each layer's matrices", unit="ranks", ge=1)
-    sequence_parallel: bool = _setting(
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer's matrices", unit="ranks", ge=1)
+    sequence_parallel: bool = setting(
         False, "also split norms, dropout and residuals over the tensor-parallel ranks, along the sequence"
     )
-    pipeline_model_parallel_size: int = _setting(1, "stages the layers are divided into", unit="ranks", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = _setting(
+    pipeline_model_parallel_size: int = setting(1, "stages the layers are divided into", unit="ranks", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = setting(
         None,
         "model chunks on each pipeline rank, for the interleaved schedule (null: off)",
         unit="chunks",
         ge=1,
     )
-    num_layers_in_first_pipeline_stage: int | None = _setting(
+    num_layers_in_first_pipeline_stage: int | None = setting(
         None, "layers of the first stage (null: an even share)", unit="layers", ge=1
     )
-    num_layers_in_last_pipeline_stage: int | None = _setting(
+    num_layers_in_last_pipeline_stage: int | None = setting(
         None, "layers of the last stage (null: an even share)", unit="layers", ge=1
     )
-    context_parallel_size: int = _setting(1, "ranks that share each sequence", unit="ranks", ge=1)
-    expert_model_parallel_size: int = _setting(1, "ranks that share a layer's experts", unit="ranks", ge=1)
-    overlap_grad_reduce: bool = _setting(False, "reduce gradients while backward still runs")
-    overlap_param_gather: bool = _setting(
+    context_parallel_size: int = setting(1, "ranks that share each sequence", unit="ranks", ge=1)
+    expert_model_parallel_size: int = setting(1, "ranks that share a layer's experts", unit="ranks", ge=1)
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while backward still runs")
+    overlap_param_gather: bool = setting(
         False, "gather the distributed optimizer's parameters while forward already runs"
     )
-    distributed_timeout_minutes: Real = _setting(
+    distributed_timeout_minutes: Real = setting(
         10.0, "a collective that takes longer ends the run", unit="minutes", gt=0, le=10080
     )
 
@@ -142,20 +98,20 @@ class ParallelConfig(Section):
 class DataConfig(Section):
     """What is trained and evaluated on, and how rows become sequences."""
 
-    train_data_path: str | None = _path(None, "JSONL file of conversations to train on (needed for training)")
-    valid_data_path: str | dict[str, str] | None = _setting(
+    train_data_path: str | None = path_setting(None, "JSONL file of conversations to train on (needed for training)")
+    valid_data_path: str | dict[str, str] | None = setting(
         None,
         "JSONL file to evaluate on (the set is called validation), or a map from set name to file",
         unit="path",
     )
-    seq_length: int = _setting(1024, "longest sequence; longer rows are truncated", unit="tokens", ge=1)
-    messages_key: str = _name("messages", "key of a row that holds its list of {role, content} messages")
-    prompt_key: str = _name("prompt", "key of a prompt/completion row that holds the prompt")
-    completion_key: str = _name("completion", "key of a prompt/completion row that holds the trained answer")
-    pad_to: Literal["longest", "seq_length"] = _setting(
+    seq_length: int = setting(1024, "longest sequence; longer rows are truncated", unit="tokens", ge=1)
+    messages_key: str = name_setting("messages", "key of a row that holds its list of {role, content} messages")
+    prompt_key: str = name_setting("prompt", "key of a prompt/completion row that holds the prompt")
+    completion_key: str = name_setting("completion", "key of a prompt/completion row that holds the trained answer")
+    pad_to: Literal["longest", "seq_length"] = setting(
         "longest", "pad micro-batches to the step's longest row, or always to seq_length"
     )
-    shuffle: bool = _setting(True, "visit the rows in another order, fixed by seed, in every epoch")
+    shuffle: bool = setting(True, "visit the rows in another order, fixed by seed, in every epoch")
 
     @field_validator("valid_data_path", mode="before")
     @classmethod
@@ -163,76 +119,79 @@ class DataConfig(Section):
         if value is None or (isinstance(value, str) and value):
             return value
         if not isinstance(value, dict) or not value:
-            raise _refusal("is neither a file nor a map from set name to file", "use a path, or {name: path}")
+            raise refusal("is neither a file nor a map from set name to file", "use a path, or {name: path}")
         for name, path in value.items():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
-                raise _refusal(
-                    f"names a set {name!r}", "use a name of letters, digits and _ . + - (no slash, no space)"
-                )
+                raise refusal(f"names a set {name!r}", "use a name of letters, digits and _ . + - (no slash, no space)")
             if name == "train":
-                raise _refusal(f"names a set {name!r}, as the training metrics are", "use another name")
+                raise refusal(f"names a set {name!r}, as the training metrics are", "use another name")
             if not isinstance(path, str) or not path:
-                raise _refusal(f"gives the set {name!r} the file {path!r}", "use the path of a JSONL file")
+                raise refusal(f"gives the set {name!r} the file {path!r}", "use the path of a JSONL file")
         return value
 
 
-class LossBase(Section):
-    """What all losses share."""
+class LogitsConfig(Section):
+    """How logits are made from the last hidden states."""
 
-    type: str = _setting(..., "kind of loss")
-    weight: Real = _setting(1.0, "factor of this loss in the trained total (0: logged, not trained)", ge=0)
-
-
-class CrossEntropyLoss(LossBase):
-    """Next-token cross-entropy."""
-
-    type: Literal["cross_entropy"] = _setting(..., "kind of loss")
-
-
-# With a second loss this becomes Annotated[CrossEntropyLoss | SecondLoss, Field(discriminator="type")].
-LossConfig = CrossEntropyLoss
+    implementation: Literal["chunked", "materialized"] = setting(
+        "chunked",
+        "chunked: a few hundred tokens at a time, the logits of a micro-batch never exist at once; "
+        "materialized: all at once, to check the other",
+    )
+    chunk_tokens: AutoOrTokens = setting(
+        "auto", "tokens in a chunk (auto: as many as keep a chunk's logits small)", unit="tokens", le=None
+    )
+    logit_softcap: Real | None = setting(
+        None, "logits become softcap * tanh(logits / softcap), after logit_scale (null: they stay as they are)", gt=0
+    )
+    logit_scale: Real = setting(1.0, "logits are multiplied by it", gt=0)
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    optimizer: Literal["adam", "sgd"] = _setting("adam", "adam (with decoupled weight decay) or sgd")
-    lr: Real = _setting(1e-5, "highest learning rate, reached after the warm-up", ge=0)
-    min_lr: Real = _setting(0.0, "learning rate at the end of the decay", ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = _setting("cosine", "shape of the decay from lr to min_lr")
-    lr_warmup_iters: int = _setting(0, "iterations over which the learning rate rises to lr", unit="iterations", ge=0)
-    lr_warmup_init: Real = _setting(0.0, "learning rate the warm-up starts from", ge=0)
-    lr_decay_iters: int | None = _setting(
+    optimizer: Literal["adam", "sgd"] = setting("adam", "adam (with decoupled weight decay) or sgd")
+    lr: Real = setting(1e-5, "highest learning rate, reached after the warm-up", ge=0)
+    min_lr: Real = setting(0.0, "learning rate at the end of the decay", ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = setting("cosine", "shape of the decay from lr to min_lr")
+    lr_warmup_iters: int = setting(0, "iterations over which the learning rate rises to lr", unit="iterations", ge=0)
+    lr_warmup_init: Real = setting(0.0, "learning rate the warm-up starts from", ge=0)
+    lr_decay_iters: int | None = setting(
         None, "iteration at which min_lr is reached (null: train_iters)", unit="iterations", ge=1
     )
-    weight_decay: Real = _setting(0.0, "weight decay of matrices (biases and norms have none)", ge=0)
-    adam_beta1: Real = _setting(0.9, "decay rate of the first moment", ge=0, lt=1)
-    adam_beta2: Real = _setting(0.95, "decay rate of the second moment", ge=0, lt=1)
-    adam_eps: Real = _setting(1e-8, "added to the denominator of Adam's update", gt=0)
-    clip_grad: Real = _setting(1.0, "largest global gradient norm (0: no clipping)", ge=0)
-    use_distributed_optimizer: bool = _setting(False, "split the optimizer's states over the data-parallel ranks")
+    weight_decay: Real = setting(0.0, "weight decay of matrices (biases and norms have none)", ge=0)
+    adam_beta1: Real = setting(0.9, "decay rate of the first moment", ge=0, lt=1)
+    adam_beta2: Real = setting(0.95, "decay rate of the second moment", ge=0, lt=1)
+    adam_eps: Real = setting(1e-8, "added to the denominator of Adam's update", gt=0)
+    clip_grad: Real = setting(1.0, "largest global gradient norm (0: no clipping)", ge=0)
+    use_distributed_optimizer: bool = setting(False, "split the optimizer's states over the data-parallel ranks")
 
 
 class TrainingConfig(Section):
     """How long, in which batches, in which precision and on what training runs."""
 
-    train_iters: int | None = _setting(None, "optimizer steps (needed for training)", unit="iterations", ge=1)
-    micro_batch_size: int = _setting(1, "sequences in one forward pass of one rank", unit="sequences", ge=1)
-    global_batch_size: int = _setting(8, "sequences in one optimizer step, over all ranks", unit="sequences", ge=1)
-    seed: int = _setting(1234, "seed of shuffling, dropout and random weights", ge=0, le=2**31 - 1)
-    bf16: bool = _setting(False, "compute in bfloat16, with float32 master weights and gradients (off: float32)")
-    device: Literal["auto", "cuda", "cpu"] = _setting("auto", "where to run (auto: GPUs if there are any)")
+    train_iters: int | None = setting(None, "optimizer steps (needed for training)", unit="iterations", ge=1)
+    micro_batch_size: int = setting(1, "sequences in one forward pass of one rank", unit="sequences", ge=1)
+    global_batch_size: int = setting(8, "sequences in one optimizer step, over all ranks", unit="sequences", ge=1)
+    loss_reduction: Literal["token_mean", "sequence_mean"] = setting(
+        "token_mean",
+        "token_mean: the mean over all trained tokens of the global batch; "
+        "sequence_mean: the mean over sequences of each sequence's token mean",
+    )
+    seed: int = setting(1234, "seed of shuffling, dropout and random weights", ge=0, le=2**31 - 1)
+    bf16: bool = setting(False, "compute in bfloat16, with float32 master weights and gradients (off: float32)")
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "where to run (auto: GPUs if there are any)")
 
 
 class EvaluationConfig(Section):
     """When the evaluation sets of data.valid_data_path are measured."""
 
-    eval_interval: int | None = _setting(
+    eval_interval: int | None = setting(
         None, "evaluate every so many iterations (null: only before and after)", unit="iterations", ge=1
     )
-    eval_before_training: bool = _setting(False, "evaluate before the first iteration")
-    eval_after_training: bool = _setting(True, "evaluate after the last iteration")
-    eval_micro_batch_size: int | None = _setting(
+    eval_before_training: bool = setting(False, "evaluate before the first iteration")
+    eval_after_training: bool = setting(True, "evaluate after the last iteration")
+    eval_micro_batch_size: int | None = setting(
         None, "sequences in one evaluation pass of one rank (null: micro_batch_size)", unit="sequences", ge=1
     )
 
@@ -240,26 +199,29 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What is saved and what is resumed."""
 
-    save: str | None = _path(None, "directory to write checkpoints to (null: none are written)")
-    load: str | None = _path(None, "directory of checkpoints to resume from")
-    save_interval: int | None = _setting(
+    save: str | None = path_setting(None, "directory to write checkpoints to (null: none are written)")
+    load: str | None = path_setting(None, "directory of checkpoints to resume from")
+    save_interval: int | None = setting(
         None, "save every so many iterations (null: only at the end)", unit="iterations", ge=1
     )
-    save_hf: str | None = _path(None, "directory to write the trained model to in Hugging Face format, at the end")
-    finetune: bool = _setting(False, "take only the weights from load; start again at iteration 0")
-    no_load_optim: bool = _setting(False, "do not restore the optimizer's states from load")
-    no_save_optim: bool = _setting(False, "do not write the optimizer's states to save")
+    save_hf: str | None = path_setting(
+        None, "directory to write the trained model to in Hugging Face format, at the end"
+    )
+    finetune: bool = setting(False, "take only the weights from load; start again at iteration 0")
+    no_load_optim: bool = setting(False, "do not restore the optimizer's states from load")
+    no_save_optim: bool = setting(False, "do not write the optimizer's states to save")
 
 
 class LoggingConfig(Section):
     """What is reported, where."""
 
-    log_interval: int = _setting(1, "log every so many iterations", unit="iterations", ge=1)
-    log_dir: str | None = _path(
+    log_interval: int = setting(1, "log every so many iterations", unit="iterations", ge=1)
+    token_metrics: bool = setting(False, "also report token_accuracy and entropy, means over the trained tokens")
+    log_dir: str | None = path_setting(
         None, "directory of metrics.jsonl and config.yaml (null: save, else runs/<name of the config file>)"
     )
-    wandb_project: str | None = _setting(None, "Weights & Biases project to report to (null: none)", min_length=1)
-    wandb_exp_name: str | None = _setting(None, "name of this run in the Weights & Biases project", min_length=1)
+    wandb_project: str | None = setting(None, "Weights & Biases project to report to (null: none)", min_length=1)
+    wandb_exp_name: str | None = setting(None, "name of this run in the Weights & Biases project", min_length=1)
 
 
 class Config(Section):
@@ -269,27 +231,16 @@ class Config(Section):
     model: ModelConfig = Field({}, validate_default=True)
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
-    losses: dict[str, LossConfig] = Field(
+    losses: Annotated[dict[str, LossConfig], AfterValidator(check_loss_names)] = Field(
         {"lm_loss": CrossEntropyLoss(type="cross_entropy")},
         description="The losses, by metric name; by default lm_loss, a cross_entropy of weight 1.",
     )
+    logits: LogitsConfig = LogitsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-
-    @field_validator("losses", mode="after")
-    @classmethod
-    def _check_loss_names(cls, losses: dict[str, LossConfig]) -> dict[str, LossConfig]:
-        if not losses:
-            raise _refusal("names no loss", "use for example {lm_loss: {type: cross_entropy}}")
-        for name in losses:
-            if name in RESERVED_LOSS_NAMES:
-                raise _refusal(f"names a loss {name!r}, a metric with another meaning", f"use {name}_loss or such")
-            if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-                raise _refusal(f"names a loss {name!r}", "use letters, digits, _ and -, beginning with a letter")
-        return losses
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

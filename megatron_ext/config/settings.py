@@ -41,6 +41,9 @@ NAMES_ELSEWHERE = {
     "virtual_pipeline_parallel_size": "virtual_pipeline_model_parallel_size",
     "expert_parallel_size": "expert_model_parallel_size",
     "distributed_optimizer": "use_distributed_optimizer",
+    "softcap": "logit_softcap",
+    "final_logit_softcapping": "logit_softcap",
+    "label_smoothing_factor": "label_smoothing",
     "train_file": "train_data_path",
     "validation_file": "valid_data_path",
     "output_dir": "save",
@@ -97,11 +100,30 @@ def map_value(annotation: Any) -> Any:
     return None
 
 
+def fields_of(classes: Iterable[type[BaseModel]]) -> dict[str, Any]:
+    """Annotation of each key that one of the classes has; of one they share, all that any of them accepts."""
+    found: dict[str, Any] = {}
+    for model in classes:
+        for name, info in model.model_fields.items():
+            found[name] = found[name] | info.annotation if name in found else info.annotation
+    return found
+
+
 @functools.cache
 def sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The sections with fixed keys, by name. The others (losses) are maps whose keys users choose."""
     found = {name: section_classes(info.annotation) for name, info in root.model_fields.items()}
     return {name: classes[0] for name, classes in found.items() if len(classes) == 1}
+
+
+@functools.cache
+def map_keys(root: type[BaseModel]) -> dict[str, str]:
+    """The keys that only some kinds of entries of those maps have (label_smoothing), and the map each belongs to."""
+    found: dict[str, str] = {}
+    for name, info in root.model_fields.items():
+        classes = section_classes(map_value(info.annotation)) if name not in sections(root) else []
+        found |= {key: name for key in fields_of(classes) if not all(key in model.model_fields for model in classes)}
+    return found
 
 
 @functools.cache
@@ -115,33 +137,52 @@ def settings(root: type[BaseModel]) -> dict[str, Setting]:
     return table
 
 
+def bounds_of(annotation: Any, info: FieldInfo) -> dict[str, Any]:
+    """The bounds of a setting by pydantic's names (ge, gt, le, lt), wherever in its type they stand."""
+    marks = [*info.metadata, *_marks_inside(annotation)]
+    return {
+        bound: getattr(mark, bound) for mark in marks for bound in _BOUNDS if getattr(mark, bound, None) is not None
+    }
+
+
+def _marks_inside(annotation: Any) -> list[Any]:
+    """The constraints that are part of a type: those of the int in Literal["auto"] | Annotated[int, Field(ge=1)]."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [mark for part in get_args(annotation) for mark in _marks_inside(part)]
+    if get_origin(annotation) is not Annotated:
+        return []
+    inner, *marks = get_args(annotation)
+    spread = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in marks]
+    return [*_marks_inside(inner), *(mark for group in spread for mark in group)]
+
+
 def accepted(annotation: Any, info: FieldInfo | None = None) -> str:
     """What a place in the schema accepts, in words: 'a whole number of at least 1, or null'."""
     members = member_types(annotation)
-    words = [_accepted_type(member) for member in members if member is not NoneType]
+    words = [word for member in members if member is not NoneType for word in _accepted_type(member)]
     if info is not None and str in members and unit_of(info) == "path":
         words = ["a path", *(word for word in words if word != "text")]
-    text = " or ".join(words)
-    bounds = [
-        f"{phrase} {getattr(mark, bound)}"
-        for mark in (info.metadata if info is not None else [])
-        for bound, phrase in _BOUNDS.items()
-        if getattr(mark, bound, None) is not None
-    ]
+    text = alternatives(words)
+    bounds = bounds_of(annotation, info) if info is not None else {}
     if bounds:
-        text += " " + " and ".join(bounds)
+        text += " " + " and ".join(f"{_BOUNDS[bound]} {limit}" for bound, limit in bounds.items())
     return f"{text}, or null" if NoneType in members else text
 
 
-def _accepted_type(member: Any) -> str:
+def alternatives(words: list[str]) -> str:
+    """'a', 'a or b', 'a, b or c'"""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _accepted_type(member: Any) -> list[str]:
+    """The alternatives of one plain type: the choices of a Literal, else one."""
     if get_origin(member) is Literal:
-        choices = [str(choice) for choice in get_args(member)]
-        return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+        return [str(choice) for choice in get_args(member)]
     if get_origin(member) is list:
-        return f"a list of {_accepted_type(get_args(member)[0])}"
+        return [f"a list of {alternatives(_accepted_type(get_args(member)[0]))}"]
     if get_origin(member) is dict:
-        return "a map from name to value"
-    return _KINDS_IN_WORDS.get(member, "a section of keys and values")
+        return ["a map from name to value"]
+    return [_KINDS_IN_WORDS.get(member, "a section of keys and values")]
 
 
 def unit_of(info: FieldInfo) -> str:

@@ -111,6 +111,8 @@ def _index(node: yaml.Node, path: KeyPath, file: ConfigFile) -> None:
             file.problems.append(
                 f"{dotted(here)} is given twice ({file.path}, lines {file.lines[here]} and {line}); keep one"
             )
+            for inner in [known for known in file.lines if known[: len(here)] == here]:
+                del file.lines[inner]  # the last one counts; what is in both is not given twice once more
         file.lines[here] = line
         _index(value, here, file)
 

@@ -127,7 +127,7 @@ def nan_at_masked(config) -> dict[str, Any]:
     head = run.wrapper.losses
 
     class Poisoned:
-        names, weights = head.names, head.weights
+        names, weights, token_metrics, shard = head.names, head.weights, head.token_metrics, head.shard
 
         def __call__(self, **arguments: Any):
             losses = head(**arguments)

@@ -69,7 +69,7 @@ def evaluate_on_ranks(config: Any) -> float:
     chunks = build_model(hf, config, parallel, wrap_with_ddp=False)
     load_initial_weights(chunks, hf, config, parallel)
     data = load_run_data(config)
-    head = LossHead(config.losses, VocabShard(parallel.pg.tp, hf.vocab_size))
+    head = LossHead.from_config(config, VocabShard(parallel.pg.tp, hf.vocab_size))
     wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel)
     evaluator = Evaluator(data.evaluation, wrapper, config, parallel, pad_id=data.pad_id)
     return evaluator.run()["validation"]["loss"]

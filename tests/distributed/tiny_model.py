@@ -112,7 +112,7 @@ class Run:
         self.wrapper = MegatronModelWrapper(
             self.chunks,
             config,
-            losses=LossHead(config.losses, VocabShard(self.parallel.pg.tp, self.hf.vocab_size)),
+            losses=LossHead.from_config(config, VocabShard(self.parallel.pg.tp, self.hf.vocab_size)),
             parallel=self.parallel,
             optimizer=self.optimizer,
         )

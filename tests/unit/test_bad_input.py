@@ -161,6 +161,15 @@ def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> N
     other = write("other", model=run["model"] | {"hidden_size": 48})
     assert "another model: hidden_size was 48 and is now 32" in refuse(load=other)
     assert "optimizer.lr was 0.001 and is now 0.5" in refuse(load=write("settings"), lr=0.5)
+    for name, value, was, now in (
+        ("loss_reduction", "sequence_mean", "training.loss_reduction was token_mean", "sequence_mean"),
+        ("logit_softcap", 30, "logits.logit_softcap was None", "30.0"),
+        ("logit_scale", 2, "logits.logit_scale was 1.0", "2.0"),
+        ("losses.lm_loss.label_smoothing", 0.1, "losses.lm_loss was {'type': 'cross_entropy'", "0.1}"),
+        ("losses.z", "{type: z_loss}", "losses.z was absent", "{'type': 'z_loss', 'weight': 1.0}"),
+    ):
+        message = refuse(f"--{name}", str(value), load=write(f"with other {name}"))
+        assert was in message and f"{now}; set them as they were" in message
     assert "--no-load-optim" in refuse(load=write("bare", has_optimizer=False))
     assert "format 99" in refuse(load=write("new", format=99))
     (toy.folder / "dangling").mkdir()
@@ -178,6 +187,54 @@ def test_checkpoint_of_another_model_or_other_settings(refuse, toy: ToyRun) -> N
     (toy.folder / "dangling" / LATEST).write_text("9" * 5000)
     assert "not an iteration" in refuse(load=toy.folder / "dangling")
     assert "already holds the checkpoints of a run" in refuse(save=other, log_dir=None)
+
+
+def test_what_may_and_may_not_change_on_resume(toy: ToyRun, tmp_path: Path) -> None:
+    """How logits are computed may; a checkpoint from before a setting existed has what is its default now."""
+    from megatron_ext.config import Config, load_config
+    from megatron_ext.models.hf_config import load_hf_config
+    from megatron_ext.run_folder import FORMAT, LATEST, RUN_FILE, check_load, model_identity, training_settings
+
+    hf = load_hf_config(toy.model)
+    names = ("training.loss_reduction", "logits.logit_softcap", "logits.logit_scale")
+
+    def resume(saved: dict, *flags: str) -> None:
+        run = {"format": FORMAT, "iteration": 3, "model": model_identity(hf), "settings": saved}
+        run |= {"has_optimizer": True, "layout": {}, "loader": {}}
+        (tmp_path / "iter_0000003").mkdir(exist_ok=True)
+        (tmp_path / "iter_0000003" / RUN_FILE).write_text(json.dumps(run))
+        (tmp_path / LATEST).write_text("3\n")
+        check_load(load_config([*toy.flags(load=tmp_path), *flags]), hf)
+
+    config: Config = load_config(toy.flags())
+    saved = training_settings(config)
+    assert set(names) < set(saved) and not any("chunk" in name or "implementation" in name for name in saved)
+    resume(saved)
+    resume(saved, "--chunk-tokens", "7", "--token-metrics")
+    resume(saved, "--implementation", "materialized")
+    with pytest.raises(ValueError, match=r"logits\.logit_scale was 1\.0 and is now 2\.0; set"):
+        resume(saved, "--logit-scale", "2")
+
+    old = {name: value for name, value in saved.items() if name not in names}
+    old["losses.lm_loss"] = {"type": "cross_entropy", "weight": 1.0}
+    resume(old)
+    with pytest.raises(ValueError, match=r"training\.loss_reduction was token_mean and is now sequence_mean; set"):
+        resume(old, "--loss-reduction", "sequence_mean")
+    with pytest.raises(ValueError, match=r"losses\.lm_loss was .*'label_smoothing': 0\.0} and is now .*: 0\.1}; set"):
+        resume(old, "--losses.lm_loss.label_smoothing", "0.1")
+    with pytest.raises(ValueError, match=r"losses\.lm_loss was {'type': 'kl'} and is now"):
+        resume(old | {"losses.lm_loss": {"type": "kl"}})
+    with pytest.raises(ValueError, match=r"losses\.other was .* and is now absent"):
+        resume(old | {"losses.other": {"type": "z_loss", "weight": 1.0}})
+    with pytest.raises(ValueError, match=r"optimizer\.lr was absent and is now 0\.001"):
+        resume({})
+
+
+def test_settings_of_the_loss_head(refuse) -> None:
+    assert "logits.chunk_tokens: 0 is too small; use auto or a whole number" in refuse("--chunk-tokens", "0")
+    assert "--losses.NAME.label_smoothing" in refuse("--label-smoothing", "0.1")
+    assert "'kl' is not a known choice; use cross_entropy or z_loss" in refuse("--losses.b", "{type: kl}")
+    assert "chunk_tokens: 64 does nothing" in refuse("--chunk-tokens", "64", "--implementation", "materialized")
 
 
 def test_other_ranks_let_the_first_one_speak(refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -118,6 +118,11 @@ COMBINATIONS = [  # settings, the start of each problem
     ({"finetune": True, "no_load_optim": True}, ["checkpoint.finetune: true does nothing without checkpoint.load; set", "checkpoint.no_load_optim: true does"]),
     ({"wandb_project": "p", "wandb_exp_name": "n"}, []),
     ({"wandb_exp_name": "n"}, ["logging.wandb_exp_name: n does nothing without logging.wandb_project; set"]),
+    ({"implementation": "materialized"}, []),
+    ({"implementation": "materialized", "chunk_tokens": "auto"}, []),
+    ({"chunk_tokens": 256}, []),
+    ({"implementation": "materialized", "chunk_tokens": 256}, ["logits.chunk_tokens: 256 does nothing with implementation materialized; use implementation chunked, or leave chunk_tokens out"]),
+    ({"implementation": "materialized", "logit_softcap": 30, "logit_scale": 2, "token_metrics": True}, []),
     ({"prompt_key": "question"}, []),
     ({"prompt_key": "completion"}, ["data.messages_key, data.prompt_key and data.completion_key: 'messages', 'completion', 'completion' are not three different keys"]),
 ]  # fmt: skip

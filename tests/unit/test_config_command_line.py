@@ -54,6 +54,9 @@ SAMPLES: dict[str, tuple[tuple[str, ...], Any]] = {  # settings whose sample doe
     "optimizer": (("sgd",), "sgd"),
     "lr_decay_style": (("linear",), "linear"),
     "device": (("cpu",), "cpu"),
+    "implementation": (("materialized",), "materialized"),
+    "chunk_tokens": (("256",), 256),
+    "loss_reduction": (("sequence_mean",), "sequence_mean"),
 }
 
 
@@ -135,6 +138,32 @@ def test_entries_of_maps_are_added_and_changed(file: Path) -> None:
     assert config.evaluation_sets == {"a": "x", "b": "y"}
 
 
+def test_a_flag_may_give_the_default_loss_another_type() -> None:
+    for argv in (["--losses.lm_loss.type", "z_loss"], ["--losses.lm_loss", "{type: z_loss}"]):
+        config = load_config([*NEEDED, *argv, "--losses.lm_loss.weight", "1e-4"])
+        assert config.to_dict()["losses"] == {"lm_loss": {"type": "z_loss", "weight": 1e-4}}
+    config = load_config([*NEEDED, "--losses.lm_loss.label-smoothing", "0.1", "--losses.z", "{type: z_loss}"])
+    assert config.to_dict()["losses"] == {
+        "lm_loss": {"type": "cross_entropy", "weight": 1.0, "label_smoothing": 0.1},
+        "z": {"type": "z_loss", "weight": 1.0},
+    }
+
+
+def test_auto_or_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    for text, value in (("auto", "auto"), ("256", 256)):
+        path.write_text(FILE + f"logits: {{chunk_tokens: {text}}}\n")
+        for config in (
+            load_config([*NEEDED, "--chunk-tokens", text]),
+            load_config([*NEEDED, f"--logits.chunk_tokens={text}"]),
+            load_config([*NEEDED, "--chunk-tokens", "7", "--chunk-tokens", text]),
+            load_config(["--config", str(path)]),
+        ):
+            assert config.logits.chunk_tokens == value
+            assert yaml.safe_load(config_to_yaml(config))["logits"]["chunk_tokens"] == value
+            assert Config.from_dict(yaml.safe_load(config_to_yaml(config))) == config
+
+
 def test_a_flag_for_one_entry_leaves_its_yaml_alias_alone(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(FILE + "losses:\n  a: &a {type: cross_entropy}\n  b: *a\n")
@@ -142,6 +171,7 @@ def test_a_flag_for_one_entry_leaves_its_yaml_alias_alone(tmp_path: Path) -> Non
     assert [loss.weight for loss in config.losses.values()] == [3.0, 1.0]
 
 
+TOKENS = "use auto or a whole number of at least 1 and at most 100000000 (default 'auto')"
 BAD_FLAGS = [  # flags, the start of the one problem
     (["--tensor-model-paralel-size", "2"], "--tensor-model-paralel-size is not a flag; did you mean --tensor-model-parallel-size?"),
     (["--learning-rate", "1"], "--learning-rate is not a flag; did you mean --lr?"),
@@ -149,6 +179,22 @@ BAD_FLAGS = [  # flags, the start of the one problem
     (["--data.lr", "1"], "--data.lr is not a flag; lr belongs to the section optimizer: use --lr"),
     (["--data.seq_lenght", "1"], "--data.seq_lenght is not a flag; did you mean --seq-length?"),
     (["--losses.lm_loss.wieght", "1"], "--losses.lm_loss.wieght is not a flag; did you mean --losses.lm_loss.weight?"),
+    (["--losses.lm_loss.label_smothing", "1"], "--losses.lm_loss.label_smothing is not a flag; did you mean --losses.lm_loss.label_smoothing?"),
+    (["--label-smoothing", "0.1"], "--label-smoothing is not a flag; label_smoothing belongs to an entry of losses: use --losses.NAME.label_smoothing"),
+    (["--losses.lm_loss.type"], "--losses.lm_loss.type needs a value; use cross_entropy or z_loss"),
+    (["--losses.lm_loss.type", "kl"], "losses.lm_loss.type: 'kl' is not a known choice; use cross_entropy or z_loss (--losses.lm_loss.type)"),
+    (["--losses.lm_loss.label_smoothing", "1"], "losses.lm_loss.label_smoothing: 1.0 is too large; use a number of at least 0 and below 1 (default 0.0) (--losses.lm_loss.label_smoothing)"),
+    (["--losses.z", "{type: z_loss, label_smoothing: 0}"], "losses.z.label_smoothing is not a known key; the keys of losses.z (a z_loss) are type, weight (--losses.z)"),
+    (["--chunk-tokens"], "--chunk-tokens needs a value; use auto or a whole number"),
+    (["--chunk-tokens", "0"], f"logits.chunk_tokens: 0 is too small; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "-1"], f"logits.chunk_tokens: -1 is too small; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "many"], f"logits.chunk_tokens: 'many' is not auto or a whole number; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "1.5"], f"logits.chunk_tokens: '1.5' is not auto or a whole number; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "true"], f"logits.chunk_tokens: 'true' is not auto or a whole number; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "none"], f"logits.chunk_tokens: 'none' is not auto or a whole number; {TOKENS} (--chunk-tokens)"),
+    (["--chunk-tokens", "256", "--implementation", "materialized"], "logits.chunk_tokens: 256 does nothing with implementation materialized; use"),
+    (["--logit-softcap", "0"], "logits.logit_softcap: 0.0 is too small; use a number above 0, or null (--logit-softcap)"),
+    (["--softcap", "30"], "--softcap is not a flag; did you mean --logit-softcap?"),
     (["--data", "{}"], "--data is a section; set its settings one by one, as in --train-data-path"),
     (["--confg", "f"], "--confg is not a flag; did you mean --config?"),
     (["--qqqq", "f", "g"], "--qqqq is not a flag; --help lists all of them"),
@@ -168,7 +214,7 @@ BAD_FLAGS = [  # flags, the start of the one problem
     (["--save", ""], "checkpoint.save: the text is empty; use a path, or null (--save)"),
     (["--losses.aux", "3"], "losses.aux is 3, which is not a map of keys and values"),
     (["--losses.aux", "{type: "], "losses.aux is '{type: ', which is not a map of keys and values"),
-    (["--losses.aux.weight", "1"], "losses.aux.type is not set; use cross_entropy"),
+    (["--losses.aux.weight", "1"], "losses.aux.type is not set; use cross_entropy or z_loss"),
     (["--valid-data-path", "{train: x}"], "data.valid_data_path names a set 'train'"),
     (["--min-lr", "1"], "optimizer.min_lr: 1.0 is above lr 1e-05; use at most 1e-05"),
 ]  # fmt: skip
@@ -310,6 +356,25 @@ def test_a_section_given_twice_is_refused(tmp_path: Path) -> None:
     assert problems == [f"training is given twice ({path}, lines 5 and 9); keep one"]
 
 
+def test_a_loss_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(FILE + "losses:\n  a: {type: cross_entropy}\n  b: {type: z_loss}\n  a: {type: z_loss}\n")
+    assert problems_of("--config", str(path)) == [f"losses.a is given twice ({path}, lines 10 and 12); keep one"]
+
+
+def test_a_wrong_value_of_a_typed_loss_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        FILE
+        + "losses:\n  a:\n    type: cross_entropy\n    label_smoothing: 1\n  b: {type: kl}\nlogits:\n  chunk_tokens: 1.5\n"
+    )
+    assert problems_of("--config", str(path)) == [
+        f"losses.a.label_smoothing: 1 is too large; use a number of at least 0 and below 1 (default 0.0) ({path}, line 12)",
+        f"losses.b.type: 'kl' is not a known choice; use cross_entropy or z_loss ({path}, line 13)",
+        f"logits.chunk_tokens: 1.5 is not auto or a whole number; {TOKENS} ({path}, line 15)",
+    ]
+
+
 def test_yaml_merge_keys_and_anchors_work(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(FILE + "losses:\n  a: &a {type: cross_entropy, weight: 2}\n  b: {<<: *a, weight: 3}\n")
@@ -332,7 +397,18 @@ def test_help_lists_every_setting_under_its_section(monkeypatch: pytest.MonkeyPa
         heading = next(line for line in reversed(lines[: own[0]]) if line and not line.startswith(" "))
         assert heading == f"{setting.section}:"
     assert any("[iterations; default 1]" in line for line in lines)
-    assert any(line.split()[:1] == ["--losses.NAME.weight"] for line in lines)
+    text = " ".join(help_text().split())
+    assert (
+        "--losses.NAME.type {cross_entropy,z_loss} kind of loss (cross_entropy: next-token cross-entropy; z_loss: "
+        in text
+    )
+    assert "--losses.NAME.label_smoothing X of cross_entropy: share of the target spread evenly over" in text
+    assert (
+        "--chunk-tokens {auto,N} tokens in a chunk (auto: as many as keep a chunk's logits small) [tokens; default auto]"
+        in text
+    )
+    for key in ("type", "weight", "label_smoothing"):
+        assert sum(line.split()[:1] == [f"--losses.NAME.{key}"] for line in table) == 1
 
 
 def test_help_is_printed_and_ends_the_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """The schema: what each setting accepts and refuses, in which words, and what follows from the settings."""
 # ruff: noqa: E501 (a table of messages has one case a line)
 
-import dataclasses
 import pickle
 import subprocess
 import sys
@@ -16,10 +15,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from megatron_ext.config import Config, ConfigError, CrossEntropyLoss, config_to_yaml
+from megatron_ext.config import Config, ConfigError, CrossEntropyLoss, ZLoss, config_to_yaml
+from megatron_ext.config.base import AutoOrTokens, Section
+from megatron_ext.config.base import setting as new_setting
+from megatron_ext.config.losses import RESERVED_LOSS_NAMES
 from megatron_ext.config.messages import explain
-from megatron_ext.config.schema import Section
-from megatron_ext.config.settings import sections, settings
+from megatron_ext.config.settings import bounds_of, sections, settings
 
 # ------------------------------------------------------------------------------------------------- the settings
 
@@ -33,16 +34,18 @@ parallel: {tensor_model_parallel_size: 1, sequence_parallel: false, pipeline_mod
   overlap_grad_reduce: false, overlap_param_gather: false, distributed_timeout_minutes: 10.0}
 data: {train_data_path: null, valid_data_path: null, seq_length: 1024, messages_key: messages, prompt_key: prompt,
   completion_key: completion, pad_to: longest, shuffle: true}
-losses: {lm_loss: {type: cross_entropy, weight: 1.0}}
+losses: {lm_loss: {type: cross_entropy, weight: 1.0, label_smoothing: 0.0}}
+logits: {implementation: chunked, chunk_tokens: auto, logit_softcap: null, logit_scale: 1.0}
 optimizer: {optimizer: adam, lr: 1.0e-5, min_lr: 0.0, lr_decay_style: cosine, lr_warmup_iters: 0,
   lr_warmup_init: 0.0, lr_decay_iters: null, weight_decay: 0.0, adam_beta1: 0.9, adam_beta2: 0.95,
   adam_eps: 1.0e-8, clip_grad: 1.0, use_distributed_optimizer: false}
-training: {train_iters: null, micro_batch_size: 1, global_batch_size: 8, seed: 1234, bf16: false, device: auto}
+training: {train_iters: null, micro_batch_size: 1, global_batch_size: 8, loss_reduction: token_mean, seed: 1234,
+  bf16: false, device: auto}
 evaluation: {eval_interval: null, eval_before_training: false, eval_after_training: true,
   eval_micro_batch_size: null}
 checkpoint: {save: null, load: null, save_interval: null, save_hf: null, finetune: false, no_load_optim: false,
   no_save_optim: false}
-logging: {log_interval: 1, log_dir: null, wandb_project: null, wandb_exp_name: null}
+logging: {log_interval: 1, token_metrics: false, log_dir: null, wandb_project: null, wandb_exp_name: null}
 """
 
 
@@ -88,6 +91,7 @@ def test_importing_the_configuration_imports_no_torch() -> None:
 WHOLE = "use a whole number of at least 1 and at most 1000000000"
 LENGTH = "use a whole number of at least 1 and at most 100000000"
 RANKS = "use a whole number of at least 1 and at most 1000000"
+TOKENS = "use auto or a whole number of at least 1 and at most 100000000 (default 'auto')"
 REFUSED = [  # section, setting, value, the whole message
     ("training", "micro_batch_size", 0, f"0 is too small; {WHOLE} (default 1)"),
     ("training", "micro_batch_size", "3.5", f"'3.5' is not a whole number; {WHOLE} (default 1)"),
@@ -119,6 +123,26 @@ REFUSED = [  # section, setting, value, the whole message
     ("optimizer", "adam_eps", 0, "0 is too small; use a number above 0 (default 1e-08)"),
     ("parallel", "distributed_timeout_minutes", 0, "0 is too small; use a number above 0 and at most 10080 (default 10.0)"),
     ("model", "hidden_dropout", 1, "1 is too large; use a number of at least 0 and below 1 (default 0.0)"),
+    ("logits", "implementation", "fused", "'fused' is not a known choice; use chunked or materialized (default 'chunked')"),
+    ("logits", "chunk_tokens", 0, f"0 is too small; {TOKENS}"),
+    ("logits", "chunk_tokens", -1, f"-1 is too small; {TOKENS}"),
+    ("logits", "chunk_tokens", 10**9, f"1000000000 is too large; {TOKENS}"),
+    ("logits", "chunk_tokens", "many", f"'many' is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", "256", f"'256' is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", 1.5, f"1.5 is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", float("nan"), f"nan is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", True, f"true is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", [256], f"[256] is not auto or a whole number; {TOKENS}"),
+    ("logits", "chunk_tokens", None, f"null is not a value of this setting; {TOKENS}"),
+    ("logits", "logit_softcap", 0, "0 is too small; use a number above 0, or null"),
+    ("logits", "logit_softcap", -1, "-1 is too small; use a number above 0, or null"),
+    ("logits", "logit_softcap", float("inf"), "inf is not finite; use a number above 0, or null"),
+    ("logits", "logit_softcap", "auto", "'auto' is not a number; use a number above 0, or null"),
+    ("logits", "logit_scale", 0, "0 is too small; use a number above 0 (default 1.0)"),
+    ("logits", "logit_scale", -0.5, "-0.5 is too small; use a number above 0 (default 1.0)"),
+    ("logits", "logit_scale", None, "null is not a value of this setting; use a number above 0 (default 1.0)"),
+    ("training", "loss_reduction", "mean", "'mean' is not a known choice; use token_mean or sequence_mean (default 'token_mean')"),
+    ("logging", "token_metrics", 1, "1 is not true or false; use true or false (default false)"),
     ("model", "recompute_granularity", "some", "'some' is not a known choice; use full or selective, or null"),
 ]  # fmt: skip
 
@@ -134,13 +158,14 @@ def test_a_number_too_long_for_python_to_write_is_refused() -> None:
     assert problems_of(training={"train_iters": 10**5000}) == [
         f"training.train_iters: {start} too large; {WHOLE}, or null"
     ]
+    assert problems_of(logits={"chunk_tokens": 10**5000}) == [f"logits.chunk_tokens: {start} too large; {TOKENS}"]
     assert problems_of(optimizer={"lr": 10**5000})[0].startswith(f"optimizer.lr: {start} not a number; use a number")
 
 
 def test_every_whole_number_has_an_upper_bound() -> None:
     for setting in settings(Config).values():
         if int in setting.types:
-            assert "le" in bounds_of(setting.info.metadata), setting.path
+            assert "le" in bounds_of(setting.info.annotation, setting.info), setting.path
 
 
 @pytest.mark.parametrize(
@@ -152,6 +177,12 @@ def test_every_whole_number_has_an_upper_bound() -> None:
         ("optimizer", "adam_beta2", 0, 0.0),
         ("training", "train_iters", None, None),
         ("data", "valid_data_path", {"hard-1.5": "f"}, {"hard-1.5": "f"}),
+        ("logits", "chunk_tokens", "auto", "auto"),
+        ("logits", "chunk_tokens", 1, 1),
+        ("logits", "chunk_tokens", 10**8, 10**8),
+        ("logits", "logit_softcap", "3e1", 30.0),
+        ("logits", "logit_softcap", None, None),
+        ("logits", "logit_scale", 2, 2.0),
         ("parallel", "virtual_pipeline_model_parallel_size", 2, 2),
     ],
 )
@@ -163,7 +194,7 @@ def test_a_value_is_taken(section: str, name: str, value: Any, kept: Any) -> Non
 
 REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"trainig": {}}, "trainig is not a known key; did you mean training?"),
-    ({"zzz": {}}, "zzz is not a known key; the sections are model, parallel, data, losses, optimizer"),
+    ({"zzz": {}}, "zzz is not a known key; the sections are model, parallel, data, losses, logits, optimizer"),
     ({"lr": 1}, "lr is not known; lr belongs to the section optimizer (write optimizer: {lr: ...})"),
     ({"optimizer.lr": 1}, "optimizer.lr is not known; lr belongs to the section optimizer"),
     ({"learning_rate": 1}, "learning_rate is not a known key; did you mean optimizer.lr?"),
@@ -180,12 +211,36 @@ REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"optimizer": "adam"}, "optimizer is 'adam', which is not a map of keys and values; give it keys such as optimizer"),
     ({"losses": None}, "losses is empty (null); give it entries, or delete it"),
     ({"losses": {}}, "losses names no loss; use for example {lm_loss: {type: cross_entropy}}"),
-    ({"losses": {"a": {}}}, "losses.a.type is not set; use cross_entropy"),
-    ({"losses": {"a": None}}, "losses.a is empty (null); give it keys such as type, weight"),
-    ({"losses": {"a": {"type": "kl"}}}, "losses.a.type: 'kl' is not a known choice; use cross_entropy"),
+    ({"losses": {"a": {}}}, "losses.a.type is not set; use cross_entropy or z_loss"),
+    ({"losses": {"a": {"weight": 1}}}, "losses.a.type is not set; use cross_entropy or z_loss"),
+    ({"losses": {"a": {"type": 3}}}, "losses.a.type: 3 is not a known choice; use cross_entropy or z_loss"),
+    ({"losses": {"a": {"type": ["z_loss"]}}}, "losses.a.type: ['z_loss'] is not a known choice; use cross_entropy or z_loss"),
+    ({"losses": {"a": {"type": None}}}, "losses.a.type: null is not a known choice; use cross_entropy or z_loss"),
+    ({"losses": {"a": None}}, "losses.a is empty (null); give it keys such as type, weight, or delete it"),
+    ({"losses": {"a": "z_loss"}}, "losses.a is 'z_loss', which is not a map of keys and values; give it keys such as type, weight, or delete it"),
+    ({"losses": ["z_loss"]}, "losses is ['z_loss'], which is not a map of keys and values; give it entries"),
+    ({"losses": {"a": {"type": "z_loss", "weight": -1}}}, "losses.a.weight: -1 is too small; use a number of at least 0 (default 1.0)"),
+    ({"losses": {"a": {"type": "z_loss", "wieght": 1}}}, "losses.a.wieght is not a known key; did you mean losses.a.weight?"),
+    ({"losses": {"a": {"type": "z_loss", "label_smoothing": 0.1}}}, "losses.a.label_smoothing is not a known key; the keys of losses.a (a z_loss) are type, weight"),
+    ({"losses": {"a": {"type": "z_loss", "zzz": 1}}}, "losses.a.zzz is not a known key; the keys of losses.a (a z_loss) are type, weight"),
+    ({"losses": {"a": {"type": "z_loss", "lr": 1}}}, "losses.a.lr is not known; lr belongs to the section optimizer"),
+    ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": 1.0}}}, "losses.a.label_smoothing: 1.0 is too large; use a number of at least 0 and below 1 (default 0.0)"),
+    ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": -0.1}}}, "losses.a.label_smoothing: -0.1 is too small; use a number of at least 0 and below 1"),
+    ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": float("nan")}}}, "losses.a.label_smoothing: nan is not finite; use a number of at least 0 and below 1"),
+    ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": None}}}, "losses.a.label_smoothing: null is not a value of this setting; use a number of"),
+    ({"losses": {"a": {"type": "cross_entropy", "label_smoothing_factor": 0.1}}}, "losses.a.label_smoothing_factor is not a known key; did you mean losses.a.label_smoothing?"),
+    ({"training": {"label_smoothing": 0.1}}, "training.label_smoothing is not known; label_smoothing belongs to an entry of losses (write losses: {NAME: {label_smoothing: ...}})"),
+    ({"label_smoothing": 0.1}, "label_smoothing is not known; label_smoothing belongs to an entry of losses"),
+    ({"optimizer": {"type": "adam"}}, "optimizer.type is not a known key; the keys of optimizer are optimizer, lr"),
+    ({"logits": {"softcap": 30}}, "logits.softcap is not a known key; did you mean logits.logit_softcap?"),
+    ({"logits": {"final_logit_softcapping": 30}}, "logits.final_logit_softcapping is not a known key; did you mean logits.logit_softcap?"),
+    ({"chunk_tokens": 256}, "chunk_tokens is not known; chunk_tokens belongs to the section logits (write logits: {chunk_tokens: ...})"),
+    ({"logits": None}, "logits is empty (null); give it keys such as implementation, chunk_tokens, logit_softcap"),
+    ({"losses": {"a": {"type": "kl"}}}, "losses.a.type: 'kl' is not a known choice; use cross_entropy or z_loss"),
     ({"losses": {"a": {"type": "cross_entropy", "weight": -1}}}, "losses.a.weight: -1 is too small; use a number of"),
     ({"losses": {"a": {"type": "cross_entropy", "wieght": 1}}}, "losses.a.wieght is not a known key; did you mean losses.a.weight?"),
-    ({"losses": {"loss": {"type": "cross_entropy"}}}, "losses names a loss 'loss', a metric with another meaning; use"),
+    ({"losses": {"loss": {"type": "cross_entropy"}}}, "losses names a loss 'loss', a metric with another meaning; use another name, such as lm_loss"),
+    ({"losses": {"entropy": {"type": "z_loss"}}}, "losses names a loss 'entropy', a metric with another meaning; use another name, such as entropy_loss"),
     ({"losses": {"a.b": {"type": "cross_entropy"}}}, "losses names a loss 'a.b'; use letters, digits"),
     ({"data": {"valid_data_path": {"train": "f"}}}, "data.valid_data_path names a set 'train', as the training metrics"),
     ({"data": {"valid_data_path": {"a/b": "f"}}}, "data.valid_data_path names a set 'a/b'; use a name of letters"),
@@ -205,6 +260,66 @@ def test_a_misplaced_or_misspelt_key_is_refused_with_the_right_one(given_section
     assert len(problems) == 1
     assert problems[0].startswith(start)
     assert "\n" not in problems[0]
+
+
+@pytest.mark.parametrize("name", RESERVED_LOSS_NAMES)
+def test_no_loss_is_called_as_another_metric_or_output_is(name: str) -> None:
+    problems = problems_of(losses={name: {"type": "z_loss"}})
+    assert len(problems) == 1
+    assert problems[0].startswith(f"losses names a loss {name!r}, a metric with another meaning; use another name")
+    suggested = problems[0].rpartition(" ")[2]
+    assert list(config_of(losses={suggested: {"type": "z_loss"}}).losses) == [suggested]
+
+
+def test_the_names_of_what_is_reported_are_reserved() -> None:
+    """Every key of a metrics record and of a per-token output."""
+    written = {
+        *("split", "iteration", "consumed_samples", "loss", "num_tokens", "num_input_tokens", "grad_norm", "lr"),
+        *("iteration_time_ms", "tokens_per_second", "token_accuracy", "entropy"),
+        *("logprobs", "elementwise_loss", "loss_mask", "sample_id", "token_ids"),
+    }
+    assert written <= set(RESERVED_LOSS_NAMES)
+
+
+def test_each_type_of_loss_is_built_from_its_name() -> None:
+    losses = {"a": {"type": "z_loss", "weight": "1e-4"}, "b": {"type": "cross_entropy", "label_smoothing": 0.1}}
+    assert config_of(losses=losses).losses == {
+        "a": ZLoss(type="z_loss", weight=1e-4),
+        "b": CrossEntropyLoss(type="cross_entropy", weight=1.0, label_smoothing=0.1),
+    }
+
+
+def test_problems_of_several_losses_are_told_at_once() -> None:
+    losses = {
+        "a": {"type": "cross_entropy", "label_smoothing": 2, "weight": -1},
+        "b": {"type": "kl"},
+        "c": {"type": "z_loss", "beta": 1},
+    }
+    problems = problems_of(losses=losses, logits={"chunk_tokens": 0})
+    assert [problem.split()[0] for problem in problems] == [
+        "losses.a.weight:",
+        "losses.a.label_smoothing:",
+        "losses.b.type:",
+        "losses.c.beta",
+        "logits.chunk_tokens:",
+    ]
+
+
+def test_auto_or_a_number_in_an_entry_of_a_map_is_one_mistake_at_its_place() -> None:
+    class Entry(Section):
+        tokens: AutoOrTokens | None = new_setting(None, "tokens", unit="tokens", le=None)
+
+    class Root(Section):
+        entries: dict[str, Entry]
+
+    assert Root.model_validate({"entries": {"a": {"tokens": 3}, "b": {"tokens": None}}})
+    with pytest.raises(ValidationError) as error:
+        Root.model_validate({"entries": {"a": {"tokens": 0}, "b": {"tokens": "x"}}})
+    wanted = "use auto or a whole number of at least 1 and at most 100000000, or null"
+    assert [problem.text for problem in explain(error.value, Root)] == [
+        f"entries.a.tokens: 0 is too small; {wanted}",
+        f"entries.b.tokens: 'x' is not auto or a whole number; {wanted}",
+    ]
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_schema() -> None:
@@ -245,7 +360,7 @@ def test_problems_inside_a_union_of_sections_are_named_without_its_tag() -> None
     assert [problem.text for problem in explain(error.value, Root)] == [
         "losses.a.beta: 0 is too small; use a whole number of at least 1 (default 1)",
         "losses.b.type: 'x' is not a known choice; use cross_entropy or other",
-        "losses.c.type: not set; use cross_entropy or other",
+        "losses.c.type is not set; use cross_entropy or other",
         "losses.d.bet is not a known key; did you mean losses.d.beta?",
     ]
 
@@ -317,7 +432,7 @@ def test_values_that_follow_from_others() -> None:
 # --------------------------------------------------------------------------------------------------- round trips
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_-]{0,8}", fullmatch=True).filter(
-    lambda name: name not in ("train", "loss", "lr", "iteration", "split")
+    lambda name: name != "train" and name not in RESERVED_LOSS_NAMES
 )
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(
     ["null", "1e-4", "yes", "12:30:00", "2024-01-01", "~", "=", "<<", "- a", "0x1f", "'", "a: b", "{", "#"]
@@ -346,22 +461,21 @@ def values_for(annotation: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any
     return {bool: st.booleans(), str: TEXTS, type(None): st.none()}[annotation]
 
 
-def bounds_of(metadata: list[Any]) -> dict[str, Any]:
-    marks = [mark for mark in metadata if dataclasses.is_dataclass(mark)]
-    return {key: value for mark in marks for key, value in dataclasses.asdict(mark).items()}
-
-
 VALUES = st.fixed_dictionaries(
     {"model.hf_path": TEXTS},
     optional={
-        setting.path: values_for(setting.info.annotation, bounds_of(setting.info.metadata))
+        setting.path: values_for(setting.info.annotation, bounds_of(setting.info.annotation, setting.info))
         for name, setting in settings(Config).items()
         if name != "hf_path"
     },
 )
 LOSSES = st.dictionaries(
     NAMES,
-    st.fixed_dictionaries({"type": st.just("cross_entropy"), "weight": st.floats(0, 1e300)}),
+    st.fixed_dictionaries(
+        {"type": st.just("cross_entropy")},
+        optional={"weight": st.floats(0, 1e300), "label_smoothing": st.floats(0, 1, exclude_max=True)},
+    )
+    | st.fixed_dictionaries({"type": st.just("z_loss")}, optional={"weight": st.floats(0, 1e300)}),
     min_size=1,
     max_size=3,
 )

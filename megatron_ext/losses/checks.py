@@ -1,0 +1,91 @@
+"""Refuses arguments that cannot be right, naming what and why, before anything is computed or communicated.
+
+What is checked is the same on every rank that shares the vocabulary, so that all of them raise and none waits.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_ext.losses.vocab_parallel import VocabShard, check_width
+
+
+def check_arguments(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    losses: Mapping[str, Any],
+    loss_weights: Mapping[str, float],
+    shard: VocabShard,
+    chunk_tokens: int | str,
+    sequence_parallel: bool,
+    validate: bool,
+) -> None:
+    """Raises ValueError, see `linear_losses`."""
+    if weight.dim() != 2 or hidden.dim() not in (2, 3):
+        raise ValueError(
+            f"hidden has the shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; "
+            "use [tokens, h] or [s, b, h], and [vocab/tp, h]"
+        )
+    if weight.size(1) != hidden.size(-1):
+        raise ValueError(
+            f"hidden has {hidden.size(-1)} features and weight {weight.size(1)}; both need the model's hidden size"
+        )
+    ranks = shard.size if sequence_parallel else 1
+    expected = (hidden.size(0) * ranks, *hidden.shape[1:-1])
+    if tuple(labels.shape) != expected:
+        divided = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise ValueError(
+            f"labels have the shape {tuple(labels.shape)}, but hidden {tuple(hidden.shape)}{divided} "
+            f"needs {expected}: one label for each token"
+        )
+    check_width(weight.size(0), shard, "weight")
+    if chunk_tokens != "auto" and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise ValueError(f"chunk_tokens: {chunk_tokens!r} is no number of tokens; use 1 or more, or 'auto'")
+    check_losses(losses, loss_weights)
+    if token_weights is not None and token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights have the shape {tuple(token_weights.shape)}, labels {tuple(labels.shape)}; "
+            "one weight for each label is needed"
+        )
+    if validate:
+        check_tokens(labels, token_weights, shard.vocab_size)
+
+
+def check_losses(losses: Mapping[str, Any], loss_weights: Mapping[str, float]) -> None:
+    """Raises ValueError for no loss at all, and for weights of losses that are not there or no weights."""
+    if not losses:
+        raise ValueError("losses is empty; name at least one, for example {'lm_loss': CrossEntropy()}")
+    unknown = sorted(set(loss_weights) - set(losses))
+    if unknown:
+        raise ValueError(f"loss_weights names {unknown}, which are not among the losses {sorted(losses)}")
+    for name, weight in loss_weights.items():
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"loss_weights: {name} has the weight {weight}; use a number of at least 0")
+
+
+def check_tokens(labels: torch.Tensor, token_weights: torch.Tensor | None, vocab_size: int) -> None:
+    """Raises ValueError for labels outside the vocabulary where they count, and for impossible token weights.
+
+    Waits for the device once.
+    """
+    outside = (labels < 0) | (labels >= vocab_size)
+    wrong = torch.zeros_like(outside)
+    if token_weights is not None:
+        wrong = ~((token_weights >= 0) & (token_weights < float("inf")))  # NaN compares false
+        outside = outside & (token_weights != 0)
+    num_outside, num_wrong = torch.stack((outside.sum(), wrong.sum())).tolist()
+    if num_wrong:
+        first = token_weights[wrong][0].item()
+        raise ValueError(
+            f"token_weights: {num_wrong} of them are negative or not finite, such as {first}; "
+            "use 0 for tokens that do not count"
+        )
+    if num_outside:
+        first = labels[outside][0].item()
+        raise ValueError(
+            f"labels: {num_outside} of the tokens that count are outside the vocabulary of {vocab_size}, such as "
+            f"{first}; give tokens that do not count the weight 0"
+        )

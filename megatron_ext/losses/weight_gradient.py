@@ -1,0 +1,78 @@
+"""The gradient of the output weight: summed over chunks of tokens in fp32, then handed to whoever keeps gradients."""
+
+import torch
+
+# Rows of the weight to multiply at once where the product has a 16-bit type, so that it is added from a cache.
+_ROWS_AT_ONCE = {"cpu": 1024}
+_ROWS_AT_ONCE_ELSEWHERE = 16384
+
+
+class WeightGradient:
+    """Accumulates gradient.T @ hidden.
+
+    Args:
+        weight: [vocab/tp, h] the output weight, padding included.
+        num_columns: of its rows, how many are real tokens; the others' gradient is 0.
+    """
+
+    def __init__(self, weight: torch.Tensor, num_columns: int) -> None:
+        self._weight = weight
+        self._num_columns = num_columns
+        self._sum: torch.Tensor | None = None  # [vocab/tp, h] fp32
+        self._only: torch.Tensor | None = None  # [vocab/tp, h] 16-bit, as long as there is one product of that type
+
+    def add(self, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add one chunk: `gradient` [tokens, columns] with respect to the logits, `hidden` [tokens, h]."""
+        keeps_fp32_sums = hidden.dtype == torch.float32 or hidden.device.type == "cuda"  # of cuBLAS
+        if self._sum is None and self._only is None and not keeps_fp32_sums:
+            self._only = self._empty(hidden.dtype)
+            torch.mm(gradient.t(), hidden, out=self._only[: self._num_columns])
+            return
+        is_first = self._sum is None and self._only is None
+        if self._sum is None:
+            self._sum = self._empty(torch.float32) if self._only is None else self._only.float()
+            self._only = None
+        real = self._sum[: self._num_columns]
+        if hidden.dtype == torch.float32:
+            # beta 0 leaves out what the memory held before
+            torch.addmm(real, gradient.t(), hidden, beta=0 if is_first else 1, out=real)
+            return
+        step = _ROWS_AT_ONCE.get(hidden.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+        for start in range(0, len(real), step):
+            rows = slice(start, start + step)
+            factor = gradient[:, rows].t()
+            if keeps_fp32_sums:
+                product = torch.mm(factor, hidden, out_dtype=torch.float32)
+            else:  # rounded once
+                product = torch.mm(factor, hidden)
+            if is_first:
+                real[rows].copy_(product)
+            else:
+                real[rows].add_(product)
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the sum, with the padding's rows at 0."""
+        made = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
+        made[self._num_columns :].zero_()
+        return made
+
+    def deliver(self, factor: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient to return from backward, times `factor`. To be called once.
+
+        Megatron's DDP keeps an fp32 `main_grad` for a 16-bit weight: the sum goes there as it is, and what backward
+        returns only tells that it is there. DDP's hook does not add it, as `grad_added_to_main_grad` says, unless
+        the weight is also the embedding (`zero_out_wgrad`), whose own gradient then arrives in the same place.
+        """
+        weight, total = self._weight, self._sum if self._only is None else self._only
+        if total is None:  # no token at all
+            total = torch.zeros_like(weight)
+        # on a CPU it costs nothing to look, and saves a pass over the gradient
+        if factor is not None and not (factor.device.type == "cpu" and factor == 1):
+            total = total.mul_(factor) if total.dtype == torch.float32 else total.float().mul_(factor)
+        main_grad = getattr(weight, "main_grad", None)
+        if weight.dtype == torch.float32 or main_grad is None:
+            return total.to(weight.dtype)
+        main_grad.add_(total)
+        weight.grad_added_to_main_grad = True
+        made = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return made(weight)
