@@ -188,10 +188,11 @@ class MegatronModelWrapper:
     def _per_token_fields(self, token_losses: TokenLosses) -> list[torch.Tensor]:
         losses = token_losses.values[: len(self.losses.names)]
         elementwise = torch.einsum("l,lbs->bs", losses.new_tensor(self.losses.weights), losses)
-        return [token_losses.logprobs, elementwise]
+        reported = [losses[self.losses.names.index(name)] for name in self.losses.reported_per_token]
+        return [token_losses.logprobs, elementwise, *reported]
 
     def _open_gate(self) -> TokenOutputs:
-        return TokenOutputs(["logprobs", "elementwise_loss"], self.parallel)
+        return TokenOutputs(["logprobs", "elementwise_loss", *self.losses.reported_per_token], self.parallel)
 
     def _schedule_groups(self) -> dict[str, Any]:
         groups: dict[str, Any] = {"pg_collection": self.parallel.pg}

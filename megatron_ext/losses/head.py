@@ -67,6 +67,8 @@ class LossHead:
     ) -> None:
         self.names = list(losses)
         self.weights = [loss.weight for loss in losses.values()]
+        # cross-entropy is what logprobs say already
+        self.reported_per_token = [name for name, loss in losses.items() if loss.type != "cross_entropy"]
         self.token_metrics = list(TOKEN_METRICS) if token_metrics else []
         self.shard = shard
         logits = logits or LogitsConfig()

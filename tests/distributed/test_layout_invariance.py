@@ -1,7 +1,7 @@
 """The flagship promise: same batch, same loss, same gradients, same training, whatever the layout.
 
-The reference is transformers' LlamaForCausalLM in float64, one process, one batch, losses written as a plain sum over
-tokens, and torch's AdamW. No layout is compared with another layout of ours.
+The reference is transformers' LlamaForCausalLM in float64, one process, one batch, two losses written as plain sums
+over tokens, and torch's AdamW. No layout is compared with another layout of ours.
 """
 
 from pathlib import Path
@@ -33,25 +33,37 @@ LAYOUTS = {
     "PP2 DP2": (4, {"pipeline_model_parallel_size": 2}),
 }
 MICRO_BATCH_SIZES = {"one process": (1, 2, 4), "PP2": (1, 2, 4), "DP2": (1, 2, 4)}
+# a chunk size that divides nothing; the other implementation has all logits at once
+IMPLEMENTATIONS = {"chunked": {"chunk_tokens": 7}, "materialized": {}}
 CASES = [
-    pytest.param(tied, layout, size, id=f"{'tied' if tied else 'untied'}-{layout}-micro-batch {size}")
+    pytest.param(
+        tied, implementation, layout, size, id=f"{'tied' if tied else 'untied'}-{implementation}-{layout}-{size}"
+    )
     for tied in (False, True)
+    for implementation in IMPLEMENTATIONS
     for layout in LAYOUTS
-    for size in (MICRO_BATCH_SIZES.get(layout, (2,)) if not tied else (2,))
+    for size in (MICRO_BATCH_SIZES.get(layout, (2,)) if not tied and implementation == "chunked" else (2,))
 ]
+Z_WEIGHT = 0.05
+LOSSES = {"lm_loss": {"type": "cross_entropy"}, "z_loss": {"type": "z_loss", "weight": Z_WEIGHT}}
 BATCHES = [make_batch(seed) for seed in (1, 2, 3)]
 
 
-def dense_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def dense_losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     logits = model(input_ids=batch["input_ids"]).logits
-    total = torch.zeros((), dtype=torch.float64)
+    cross_entropy = squared = torch.zeros((), dtype=torch.float64)
     for row, length in enumerate(batch["lengths"].tolist()):
         for position in range(length):
             weight = batch["loss_mask"][row, position].double()
             if weight:
-                log_probabilities = logits[row, position].log_softmax(-1)
-                total = total - weight * log_probabilities[batch["labels"][row, position]]
-    return total / batch["loss_mask"].double().sum()
+                denominator = logits[row, position].exp().sum().log()
+                cross_entropy = cross_entropy + weight * (
+                    denominator - logits[row, position, batch["labels"][row, position]]
+                )
+                squared = squared + weight * denominator**2
+    total = batch["loss_mask"].double().sum()
+    losses = {"lm_loss": cross_entropy / total, "z_loss": squared / total}
+    return {**losses, "loss": losses["lm_loss"] + Z_WEIGHT * losses["z_loss"]}
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +73,14 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     directory = write_tiny_llama(tmp_path_factory.mktemp("model"), tied=request.param)
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses, gradients = [], None
+    losses, first, gradients = [], None, None
     for batch in BATCHES:
         optimizer.zero_grad()
-        loss = dense_loss(model, batch)
-        loss.backward()
-        losses.append(loss.item())
+        values = dense_losses(model, batch)
+        values["loss"].backward()
+        losses.append(values["loss"].item())
         if gradients is None:
+            first = {name: value.item() for name, value in values.items()}
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -75,6 +88,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return {
         "model": directory,
         "losses": losses,
+        "first": first,
         "gradients": gradients,
         "parameters": parameters,
     }
@@ -84,18 +98,22 @@ def relative_norm(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize(("reference", "layout", "micro_batch_size"), CASES, indirect=["reference"])
-def test_layout_gives_the_dense_result(ranks, reference: dict, layout: str, micro_batch_size: int) -> None:
+@pytest.mark.parametrize(("reference", "implementation", "layout", "micro_batch_size"), CASES, indirect=["reference"])
+def test_layout_gives_the_dense_result(
+    ranks, reference: dict, implementation: str, layout: str, micro_batch_size: int
+) -> None:
     world_size, settings = LAYOUTS[layout]
     optimizer = {"use_distributed_optimizer": settings.get("use_distributed_optimizer", False)}
     parallel = {name: value for name, value in settings.items() if name != "use_distributed_optimizer"}
     model: Path = reference["model"]
-    config = make_config(model, micro_batch_size, parallel=parallel, optimizer=optimizer)
+    logits = {"implementation": implementation, **IMPLEMENTATIONS[implementation]}
+    config = make_config(model, micro_batch_size, parallel=parallel, optimizer=optimizer, losses=LOSSES, logits=logits)
 
     results = ranks.run(world_size, train_on_ranks, config, BATCHES)
 
     for result in results:
-        assert result["metrics"]["loss"] == pytest.approx(reference["losses"][0], rel=1e-5)
+        for name, value in reference["first"].items():
+            assert result["metrics"][name] == pytest.approx(value, rel=1e-5)
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert result["metrics"] == results[0]["metrics"], "metrics differ between ranks"
     for key in ("gradients", "parameters"):

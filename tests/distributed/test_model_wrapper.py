@@ -128,6 +128,7 @@ def nan_at_masked(config) -> dict[str, Any]:
 
     class Poisoned:
         names, weights, token_metrics, shard = head.names, head.weights, head.token_metrics, head.shard
+        reported_per_token = head.reported_per_token
 
         def __call__(self, **arguments: Any):
             losses = head(**arguments)
