@@ -1,14 +1,14 @@
-"""Chat rows to micro-batches: reading, templating, loss masks, padding, order. Imports neither models nor
+"""Chat rows to micro-batches: reading, templating, loss masks, padding, packing, order. Imports neither models nor
 losses.
 """
 
-from megatron_ext.data.batch import FILLER, FILLER_ID, MicroBatch, collate
+from megatron_ext.data.batch import FILLER, FILLER_ID, MicroBatch, collate, collate_packed
 from megatron_ext.data.chat import ChatEncoder, EncodedSample
 from megatron_ext.data.dataset import DataReport, SFTDataset
 from megatron_ext.data.loader import EvalLoader, SampleOrder, TrainLoader
 from megatron_ext.data.rows import Row, read_rows
 from megatron_ext.data.run_data import RunData, load_run_data
-from megatron_ext.data.tokenizer import find_pad_id, load_tokenizer
+from megatron_ext.data.tokenizer import check_same_tokenizer, find_pad_id, load_tokenizer
 
 __all__ = [
     "FILLER",
@@ -23,7 +23,9 @@ __all__ = [
     "SFTDataset",
     "SampleOrder",
     "TrainLoader",
+    "check_same_tokenizer",
     "collate",
+    "collate_packed",
     "find_pad_id",
     "load_run_data",
     "load_tokenizer",

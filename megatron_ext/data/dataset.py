@@ -97,6 +97,10 @@ class SFTDataset:
             truncated=bool(self._truncated[index]),
         )
 
+    def length(self, index: int) -> int:
+        """Positions of sample `index`, without making it."""
+        return self._ends[index + 1] - self._ends[index]
+
     def _append(self, sample: EncodedSample) -> None:
         self._tokens.extend(sample.input_ids)
         self._tokens.append(sample.labels[-1])

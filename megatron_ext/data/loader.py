@@ -10,30 +10,22 @@ Split. Data-parallel rank r takes the r-th contiguous block of global_batch_size
 it, in order, into micro-batches. The samples of step k, read over ranks 0, 1, ... and their micro-batches in
 turn, are therefore the same list for every data-parallel size and micro-batch size.
 
+Packing. The samples of a step are the same, but share rows as packing.py decides: a micro-batch is then one row of at
+most micro_batch_size x seq_length positions, and rank r takes the r-th contiguous block of the step's rows. How many
+there are differs from step to step. Nothing is carried over to the next step, so resuming needs to know no more.
+
 Within a step every rank has the same number of micro-batches, and those of one rank share one padded length.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from megatron_ext.data.batch import FILLER, FILLER_ID, MicroBatch, collate
-from megatron_ext.data.chat import EncodedSample
-
-PadTo = Literal["longest", "seq_length"]
-
-
-class Samples(Protocol):
-    """What the loaders need of a data set; SFTDataset is one."""
-
-    fingerprint: str
-    max_length: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> EncodedSample: ...
+from megatron_ext.data.batch import MicroBatch
+from megatron_ext.data.batcher import Batcher, PadTo, Samples
+from megatron_ext.data.packing import count_fitting
 
 
 class SampleOrder:
@@ -70,84 +62,13 @@ class SampleOrder:
         return self._permutation
 
 
-class _Batcher:
-    """Cuts one rank's rows of a step into equally long micro-batches."""
-
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        pad_multiple: int,
-        pad_to: PadTo,
-        seq_length: int,
-        pad_id: int,
-    ) -> None:
-        sizes = {"micro_batch_size": micro_batch_size, "dp_size": dp_size, "pad_multiple": pad_multiple}
-        for name, value in (sizes | {"seq_length": seq_length}).items():
-            if value < 1:
-                raise ValueError(f"{name} {value} is not positive; give at least 1")
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"dp_rank {dp_rank} is outside 0 to {dp_size - 1}; give this rank's own")
-        if pad_id < 0:
-            raise ValueError(f"pad_id {pad_id} is not a token id; give any id of the vocabulary")
-        if pad_to not in ("longest", "seq_length"):
-            raise ValueError(f"pad_to {pad_to!r} is unknown; use longest or seq_length")
-        if seq_length % pad_multiple:
-            raise ValueError(
-                f"seq_length {seq_length} is not divisible by {pad_multiple}, as the parallel layout needs "
-                f"of padded lengths; use {seq_length + -seq_length % pad_multiple}"
-            )
-        if len(dataset) == 0:
-            raise ValueError("the data set is empty; give one with at least one sample")
-        if dataset.max_length > seq_length:
-            raise ValueError(
-                f"the data set holds a sample of {dataset.max_length} positions, more than seq_length "
-                f"{seq_length}; encode it with this seq_length"
-            )
-        self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.pad_multiple = pad_multiple
-        self.pad_to = pad_to
-        self.seq_length = seq_length
-        self.pad_id = pad_id
-
-    def make(self, indices: Sequence[int], num_micro_batches: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step over the samples `indices`, made up with filler rows."""
-        rows_per_rank = num_micro_batches * self.micro_batch_size
-        ids = list(indices[self.dp_rank * rows_per_rank : (self.dp_rank + 1) * rows_per_rank])
-        samples = [self.dataset[index] for index in ids]
-        missing = rows_per_rank - len(ids)
-        ids += [FILLER_ID] * missing
-        samples += [FILLER] * missing
-        padded_length = self._padded_length(max(len(sample) for sample in samples))
-        size = self.micro_batch_size
-        return [
-            collate(
-                samples[first : first + size],
-                ids[first : first + size],
-                padded_length=padded_length,
-                pad_id=self.pad_id,
-            )
-            for first in range(0, rows_per_rank, size)
-        ]
-
-    def _padded_length(self, longest: int) -> int:
-        if self.pad_to == "seq_length":
-            return self.seq_length
-        multiple = self.pad_multiple
-        return max(1, -(-longest // multiple)) * multiple
-
-
 class TrainLoader:
     """This data-parallel rank's part of each training step, without end.
 
     `pad_multiple` is what the parallel layout needs of a padded length (2 x CP, times TP under sequence
-    parallelism). Raises ValueError when the sizes do not divide.
+    parallelism), `packing_multiple` what it needs of each sequence in a packed row (2 x CP),
+    `micro_batches_multiple` what it needs of their number (the pipeline size under interleaving). Raises ValueError
+    when the sizes do not divide; with packing any global batch size will do.
     """
 
     def __init__(
@@ -164,8 +85,11 @@ class TrainLoader:
         pad_to: PadTo = "longest",
         seq_length: int,
         pad_id: int,
+        micro_batches_multiple: int = 1,
+        packing: bool = False,
+        packing_multiple: int = 1,
     ) -> None:
-        self._batcher = _Batcher(
+        self._batcher = Batcher(
             dataset,
             micro_batch_size=micro_batch_size,
             dp_rank=dp_rank,
@@ -174,9 +98,12 @@ class TrainLoader:
             pad_to=pad_to,
             seq_length=seq_length,
             pad_id=pad_id,
+            micro_batches_multiple=micro_batches_multiple,
+            packing=packing,
+            packing_multiple=packing_multiple,
         )
         per_pass = micro_batch_size * dp_size
-        if global_batch_size < 1 or global_batch_size % per_pass:
+        if global_batch_size < 1 or (global_batch_size % per_pass and not packing):
             raise ValueError(
                 f"global_batch_size {global_batch_size} is not a positive multiple of micro_batch_size "
                 f"{micro_batch_size} x data-parallel size {dp_size}; use a multiple of {per_pass}"
@@ -184,14 +111,14 @@ class TrainLoader:
         self._dataset = dataset
         self._order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
         self.global_batch_size = global_batch_size
-        self.num_micro_batches = global_batch_size // per_pass
+        self.num_micro_batches = None if packing else self._batcher.num_micro_batches(global_batch_size)
         self.consumed_samples = 0
 
     def next_step(self) -> list[MicroBatch]:
-        """The next step's micro-batches for this rank (`num_micro_batches` of them)."""
+        """The next step's micro-batches for this rank (`num_micro_batches` of them, with packing as many as needed)."""
         indices = self._order.take(self.consumed_samples, self.global_batch_size)
         self.consumed_samples += self.global_batch_size
-        return self._batcher.make(indices, self.num_micro_batches)
+        return self._batcher.make(indices)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands and of what it is made; equal on every rank."""
@@ -237,10 +164,10 @@ class TrainLoader:
 class EvalLoader:
     """Steps over the whole data set, each sample once, in order; iterate it as often as needed.
 
-    A step takes the next `global_batch_size` samples (which need not divide by anything); the last takes what
-    is left. Every rank gets the same steps with the same number of micro-batches, rounded up to
-    `micro_batches_multiple` (interleaved pipelines need a multiple of the pipeline size) and topped up with
-    filler rows.
+    A step takes the next `global_batch_size` samples (which need not divide by anything), with packing as many as go
+    into the rows of that many micro-batches; the last takes what is left. Every rank gets the same steps with the same
+    number of micro-batches, rounded up to `micro_batches_multiple` (interleaved pipelines need a multiple of the
+    pipeline size) and topped up with fillers.
     """
 
     def __init__(
@@ -256,8 +183,10 @@ class EvalLoader:
         seq_length: int,
         pad_id: int,
         micro_batches_multiple: int = 1,
+        packing: bool = False,
+        packing_multiple: int = 1,
     ) -> None:
-        self._batcher = _Batcher(
+        self._batcher = Batcher(
             dataset,
             micro_batch_size=micro_batch_size,
             dp_rank=dp_rank,
@@ -266,26 +195,36 @@ class EvalLoader:
             pad_to=pad_to,
             seq_length=seq_length,
             pad_id=pad_id,
+            micro_batches_multiple=micro_batches_multiple,
+            packing=packing,
+            packing_multiple=packing_multiple,
         )
-        sizes = {"global_batch_size": global_batch_size, "micro_batches_multiple": micro_batches_multiple}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} {value} is not positive; give at least 1")
-        self._num_samples = len(dataset)
-        self._global_batch_size = global_batch_size
-        self._micro_batches_multiple = micro_batches_multiple
+        if global_batch_size < 1:
+            raise ValueError(f"global_batch_size {global_batch_size} is not positive; give at least 1")
+        if packing:
+            self._steps = self._packed_steps(dataset, self._batcher.num_micro_batches(global_batch_size) * dp_size)
+        else:
+            firsts = range(0, len(dataset), global_batch_size)
+            self._steps = [range(first, min(first + global_batch_size, len(dataset))) for first in firsts]
+
+    def _packed_steps(self, dataset: Samples, num_rows: int) -> list[range]:
+        """Cut the data set so that the samples of a step fill the rows of a step."""
+        batcher, steps, first = self._batcher, [], 0
+        while first < len(dataset):
+            lengths = map(dataset.length, range(first, len(dataset)))
+            count = count_fitting(
+                lengths, capacity=batcher.capacity, multiple=batcher.packing_multiple, num_rows=num_rows
+            )
+            steps.append(range(first, first + count))
+            first += count
+        return steps
 
     def __len__(self) -> int:
         """Number of steps."""
-        return -(-self._num_samples // self._global_batch_size)
+        return len(self._steps)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        per_pass = self._batcher.micro_batch_size * self._batcher.dp_size
-        multiple = self._micro_batches_multiple
-        for first in range(0, self._num_samples, self._global_batch_size):
-            indices = range(first, min(first + self._global_batch_size, self._num_samples))
-            num_micro_batches = -(-len(indices) // per_pass)
-            yield self._batcher.make(indices, -(-num_micro_batches // multiple) * multiple)
+        return (self._batcher.make(indices) for indices in self._steps)
 
 
 def _abridge(value: Any) -> str:

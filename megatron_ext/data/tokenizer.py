@@ -51,6 +51,42 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     return tokenizer
 
 
+def check_same_tokenizer(path: str | Path, teacher_path: str | Path) -> None:
+    """Check that a teacher reads token ids as they are meant: no id stands for one token here and another there.
+
+    Tokens that only one of the two has are no difference: the other has no use for their ids.
+
+    Raises:
+        ValueError: naming both tokenizers, their sizes, and the first tokens that differ.
+    """
+    if Path(path).resolve() == Path(teacher_path).resolve():
+        return
+    own, other = load_tokenizer(path).get_vocab(), _load_for_teacher(teacher_path).get_vocab()
+    names = {token_id: token for token, token_id in other.items()}
+    # a token with another id, and an id with another token
+    differing = [
+        f"{token!r} is {token_id} and {other[token]}"
+        if token in other
+        else f"{token_id} is {token!r} and {names[token_id]!r}"
+        for token, token_id in sorted(own.items(), key=lambda item: item[1])
+        if other.get(token, token_id) != token_id or names.get(token_id, token) != token
+    ]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"tokenizer_path {path} ({len(own)} tokens) and teacher_tokenizer_path {teacher_path} ({len(other)} "
+            f"tokens) differ in {len(differing)} of them: {', '.join(differing[:3])}{more}; "
+            "give a teacher with the student's tokenizer"
+        )
+
+
+def _load_for_teacher(path: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return load_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"teacher_tokenizer_path: {error}") from error
+
+
 def find_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id to fill padding with: pad, else end of sequence, else 0.
 
