@@ -24,6 +24,7 @@ from megatron_ext.config import Config
 from megatron_ext.platform import Platform
 
 _FIRST_FAILURE = "megatron_ext/first_failure"
+_WITHOUT_LIMIT = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,28 @@ def destroy_context() -> None:
     parallel_state.destroy_model_parallel()
     # groups live in reference cycles, and each gloo group keeps threads until it is collected
     gc.collect()
+
+
+@contextmanager
+def one_for_all(parallel: ParallelContext, name: str) -> Iterator[bool]:
+    """A block in which the main rank does something for all ranks; the others wait at its end until it is done.
+
+        with one_for_all(parallel, "the export") as is_mine:
+            if is_mine: ...
+
+    They wait however long it takes: not in a collective, whose timeout would end the run, but for a key of the store.
+    If the main rank fails instead, the store goes down with its launcher, and the launchers end the others. All ranks
+    enter it, in the same order; ranks may take part in collectives inside.
+    """
+    yield parallel.is_main
+    store = dist.distributed_c10d._get_default_store()
+    # A fresh key each time: how often this rank has been here. Counted in the store, which lives as long as the group.
+    count = store.add(f"megatron_ext/visits/{name}/{parallel.rank}", 1)
+    key = f"megatron_ext/done/{name}/{count}"
+    if parallel.is_main:
+        store.set(key, "done")
+    else:
+        store.wait([key], _WITHOUT_LIMIT)
 
 
 def _start_default_group(config: Config, platform: Platform) -> dist.Store:

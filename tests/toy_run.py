@@ -46,6 +46,17 @@ def write_toy_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def write_toy_teacher(directory: Path, *, seed: int = 1, **changes: Any) -> Path:
+    """A model of another depth and width than the toy model, with its tokenizer and with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_toy_model(directory, **({"hidden_size": 48, "num_hidden_layers": 6} | changes))
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).save_pretrained(directory)
+    return directory
+
+
 def write_toy_data(path: Path, rows: int = 24) -> Path:
     with path.open("w", encoding="utf-8") as file:
         for i in range(rows):
@@ -71,6 +82,14 @@ class ToyRun:
         self.model = write_toy_model(folder / "model")
         self.train_data = write_toy_data(folder / "train.jsonl")
         self.valid_data = write_toy_data(folder / "valid.jsonl", rows=7)
+
+    def config(self, name: str = "toy", **changes: Any) -> Path:
+        """The same as `flags`, as a file for --config."""
+        from megatron_ext.config import config_to_yaml, load_config
+
+        path = self.folder / f"{name}.yaml"
+        path.write_text(config_to_yaml(load_config(self.flags(**changes))), encoding="utf-8")
+        return path
 
     def flags(self, **changes: Any) -> list[str]:
         """Flags of a short run; `changes` by setting name, None leaves a setting out."""

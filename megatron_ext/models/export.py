@@ -20,7 +20,7 @@ from megatron_ext.models.factory import finish_parameter_gathers
 from megatron_ext.models.families.base import OUTPUT_LAYER, HFConfig
 from megatron_ext.models.mapping import Weight
 from megatron_ext.models.weights import local_parameters
-from megatron_ext.parallel import ParallelContext
+from megatron_ext.parallel import ParallelContext, one_for_all
 
 MAX_SHARD_BYTES = 4 * 1024**3
 
@@ -74,14 +74,15 @@ def export_hf(
     directory = Path(directory)
     _check_on_all_ranks(directory, parallel)
     finish_parameter_gathers(model_chunks)
-    if parallel.dp_rank == 0 and parallel.cp_rank == 0:
-        tensors = _gather_tensors(model_chunks, hf, parallel)
-        if parallel.is_main:
-            _write_directory(tensors, hf, directory, tokenizer_path, chat_template, max_shard_bytes)
-        else:
-            for _ in tensors:  # take part in the collectives
-                pass
-    dist.barrier()
+    # ranks of other replicas have nothing to do while a large model is written, which may take long
+    with one_for_all(parallel, "export") as is_mine:
+        if parallel.dp_rank == 0 and parallel.cp_rank == 0:
+            tensors = _gather_tensors(model_chunks, hf, parallel)
+            if is_mine:
+                _write_directory(tensors, hf, directory, tokenizer_path, chat_template, max_shard_bytes)
+            else:
+                for _ in tensors:  # take part in the collectives
+                    pass
 
 
 def _check_on_all_ranks(directory: Path, parallel: ParallelContext) -> None:

@@ -7,8 +7,9 @@ from megatron_ext.platform import cpu
 from megatron_ext.platform.device import DeviceRequest, Platform, choose_device_type
 from megatron_ext.platform.optional_packages import detect_apex, detect_transformer_engine, keep_usable
 from megatron_ext.platform.quiet import silence_expected_messages
+from megatron_ext.platform.variables import set_layout_variables
 
-__all__ = ["Platform", "setup"]
+__all__ = ["Platform", "set_layout_variables", "setup"]
 
 _platform: Platform | None = None
 
