@@ -6,11 +6,13 @@ named vocab_parallel_* where there are logits. For the training loop: LossHead.
 
 from megatron_ext.losses.base import TokenLoss, build_loss, register_loss
 from megatron_ext.losses.cross_entropy import CrossEntropy
+from megatron_ext.losses.distillation import JSD, ForwardKL, ReverseKL
 from megatron_ext.losses.head import HeadInputs, LossHead, TokenLosses
-from megatron_ext.losses.kernel import LogitTransform
 from megatron_ext.losses.linear import LinearLosses, linear_cross_entropy, linear_losses
+from megatron_ext.losses.logits import LogitTransform
 from megatron_ext.losses.materialized import logits_losses, vocab_parallel_cross_entropy
 from megatron_ext.losses.statistics import TokenStatistics
+from megatron_ext.losses.teacher import TeacherHidden, TeacherTopK
 from megatron_ext.losses.vocab_parallel import (
     VocabShard,
     vocab_parallel_argmax,
@@ -22,11 +24,16 @@ from megatron_ext.losses.vocab_parallel import (
 from megatron_ext.losses.z_loss import ZLoss
 
 __all__ = [
+    "JSD",
     "CrossEntropy",
+    "ForwardKL",
     "HeadInputs",
     "LinearLosses",
     "LogitTransform",
     "LossHead",
+    "ReverseKL",
+    "TeacherHidden",
+    "TeacherTopK",
     "TokenLoss",
     "TokenLosses",
     "TokenStatistics",

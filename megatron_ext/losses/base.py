@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.config import LossBase
 from megatron_ext.losses.statistics import TokenStatistics
+from megatron_ext.losses.teacher import TeacherTopK
 
 # Through these the gradient is known without the loss's help:
 # dz = d/d(logsumexp) * softmax + d/d(label_logits) * onehot + d/d(mean_logits) / vocabulary
@@ -27,14 +28,32 @@ class TokenLoss(ABC):
     # What `value` reads: names of TokenStatistics' attributes. "logits" stands for whatever is computed from them.
     statistics: frozenset[str] = frozenset({"logsumexp", "label_logits"})
     has_gradient: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
+
+    def second_pass(self, tokens: TokenStatistics, top_k: TeacherTopK | None) -> dict[str, torch.Tensor]:
+        """Statistics that take the logits and the first pass's statistics together, [tokens, ...] by name.
+
+        For losses with "logits" among their statistics. Called once for each chunk, on every rank: it may communicate.
+
+        Args:
+            top_k: what a cache knows of the teacher, if the teacher is one.
+        """
+        return {}
 
     @abstractmethod
     def value(self, tokens: TokenStatistics) -> torch.Tensor:
         """[tokens] fp32, the same on every rank that shares the vocabulary."""
 
     def add_gradient(self, tokens: TokenStatistics, upstream: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add upstream [tokens] times d value / d logits to `gradient` [tokens, columns] fp32; read the logits only."""
+        """Add upstream [tokens] times d value / d logits to `gradient` [tokens, columns] fp32.
+
+        Reads the logits only, and does not communicate: ranks call it for different blocks of tokens.
+        """
         raise NotImplementedError
+
+    def check_top_k(self, teacher: TeacherTopK) -> None:
+        """Raises ValueError if a teacher that is known by its most likely tokens only does not suffice."""
+        raise ValueError(f"{type(self).__name__} needs the teacher's whole distribution; use TeacherHidden")
 
     @property
     def is_scalar(self) -> bool:

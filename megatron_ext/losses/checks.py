@@ -3,11 +3,13 @@
 What is checked is the same on every rank that shares the vocabulary, so that all of them raise and none waits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from megatron_ext.losses.base import TokenLoss
+from megatron_ext.losses.teacher import Teacher, TeacherTopK
 from megatron_ext.losses.vocab_parallel import VocabShard, check_width
 
 
@@ -41,7 +43,8 @@ def check_arguments(
             f"labels have the shape {tuple(labels.shape)}, but hidden {tuple(hidden.shape)}{divided} "
             f"needs {expected}: one label for each token"
         )
-    check_width(weight.size(0), shard, "weight")
+    if validate:
+        check_width(weight.size(0), shard, "weight")
     if chunk_tokens != "auto" and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise ValueError(f"chunk_tokens: {chunk_tokens!r} is no number of tokens; use 1 or more, or 'auto'")
     check_losses(losses, loss_weights)
@@ -88,4 +91,39 @@ def check_tokens(labels: torch.Tensor, token_weights: torch.Tensor | None, vocab
         raise ValueError(
             f"labels: {num_outside} of the tokens that count are outside the vocabulary of {vocab_size}, such as "
             f"{first}; give tokens that do not count the weight 0"
+        )
+
+
+def check_teacher(
+    teacher: Teacher | None,
+    losses: Iterable[TokenLoss],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+) -> None:
+    """Raises ValueError for distillation losses without a teacher that suits them."""
+    comparing = [loss for loss in losses if loss.needs_teacher]
+    if not comparing:
+        return
+    names = ", ".join(sorted({type(loss).__name__ for loss in comparing}))
+    if teacher is None:
+        raise ValueError(f"{names} compares with a teacher, but teacher is None; pass TeacherHidden or TeacherTopK")
+    if isinstance(teacher, TeacherTopK):
+        if teacher.ids.shape[:-1] != labels.shape or teacher.ids.shape != teacher.log_probabilities.shape:
+            raise ValueError(
+                f"teacher: ids have the shape {tuple(teacher.ids.shape)}, log_probabilities "
+                f"{tuple(teacher.log_probabilities.shape)}; labels {tuple(labels.shape)} need k for each token"
+            )
+        for loss in comparing:
+            loss.check_top_k(teacher)
+        return
+    if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"teacher: hidden has the shape {tuple(teacher.hidden.shape)}, the student's {tuple(hidden.shape)}; "
+            "both need the same tokens"
+        )
+    if teacher.weight.size(0) != weight.size(0) or teacher.weight.size(1) != teacher.hidden.size(-1):
+        raise ValueError(
+            f"teacher: weight has the shape {tuple(teacher.weight.shape)}; it needs {weight.size(0)} rows, as the "
+            f"student's, of its own {teacher.hidden.size(-1)} features"
         )

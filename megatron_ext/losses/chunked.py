@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.losses.base import TokenLoss
-from megatron_ext.losses.kernel import ChunkKernel, LogitTransform
-from megatron_ext.losses.statistics import TokenStatistics
+from megatron_ext.losses.kernel import ChunkKernel
+from megatron_ext.losses.logits import ChunkProducts, LogitTransform
+from megatron_ext.losses.teacher import Teacher, TeacherHidden, TeacherTopK
 from megatron_ext.losses.vocab_parallel import VocabShard
 from megatron_ext.losses.weight_gradient import WeightGradient
 
 # Memory for the logits of the chunks in work. A GPU needs larger products to be busy than a CPU core.
-_AUTO_BYTES = {"cpu": 64 * 2**20}
+_AUTO_BYTES = {"cpu": 88 * 2**20}
 _AUTO_BYTES_ELSEWHERE = 512 * 2**20
 # Below so many tokens the products lose speed; chunks are multiples of the second number.
-_AUTO_LEAST, _AUTO_STEP = 128, 64
+_AUTO_LEAST, _AUTO_STEP = 128, 32
 
 ChunkTokens = int | Literal["auto"]
 
@@ -38,46 +39,115 @@ class LinearProblem:
     chunk_tokens: ChunkTokens
     sequence_parallel: bool
     gradient_scale: torch.Tensor | float
+    teacher: Teacher | None
 
     def kernel(self, width: int) -> ChunkKernel:
-        return ChunkKernel(
-            self.losses, [weight != 0 for weight in self.loss_weights], self.shard, width, self.transform
-        )
+        trained = [weight != 0 for weight in self.loss_weights]
+        teacher_transform = self.teacher.transform if isinstance(self.teacher, TeacherHidden) else None
+        return ChunkKernel(self.losses, trained, self.shard, width, self.transform, teacher_transform)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, h] of the whole sequence, from this rank's part of it under sequence parallelism. One collective."""
-        if self.sequence_parallel and self.shard.size > 1:
-            whole = hidden.new_empty(hidden.size(0) * self.shard.size, *hidden.shape[1:])
-            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.shard.group)
-            hidden = whole
-        return hidden.flatten(0, -2)
+        """[tokens, h] of the whole sequence, from this rank's part of it under sequence parallelism."""
+        return (gather_sequence(hidden, self.shard) if self.sequence_parallel else hidden).flatten(0, -2)
 
-    def chunks(self, num_tokens: int, columns: int, hidden: torch.Tensor) -> tuple[int, Iterator[slice]]:
-        """Tokens in a chunk, and the chunks."""
-        size = self.chunk_tokens
+    def chunks(self, hidden: torch.Tensor, width: int) -> tuple[int, Iterator[slice]]:
+        """Tokens in a chunk, and the chunks of hidden [tokens, h].
+
+        Decided by what is the same on every rank that shares the vocabulary, as chunks are what they exchange: by the
+        width with padding, not by how many real columns a rank has.
+        """
+        size, num_tokens = self.chunk_tokens, len(hidden)
         if size == "auto":
             room = _AUTO_BYTES.get(hidden.device.type, _AUTO_BYTES_ELSEWHERE) // self.num_buffers
-            size = room // max(1, columns * hidden.element_size()) // _AUTO_STEP * _AUTO_STEP
+            size = room // (width * hidden.element_size()) // _AUTO_STEP * _AUTO_STEP
             size = max(_AUTO_LEAST, size)
-            # equal chunks, rather than a small last one
-            size = -(-num_tokens // -(-num_tokens // size)) if num_tokens else size
         size = max(1, min(size, num_tokens))
         return size, (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
     @property
     def num_buffers(self) -> int:
-        """Chunks in work at once: with several ranks the next chunk's product hides the exchange of the last one's."""
-        return 1 if self.shard.size == 1 else 2
+        """Chunks in work at once: with several ranks the next chunk's product hides the exchange of the last one's.
+
+        Counted twice with a teacher, whose products lie beside the student's.
+        """
+        return (1 if self.shard.size == 1 else 2) * (2 if isinstance(self.teacher, TeacherHidden) else 1)
 
 
-def _select(hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The hidden states of the chosen tokens; no copy if that is all of them."""
-    return hidden if len(tokens) == len(hidden) else hidden.index_select(0, tokens)
+def gather_sequence(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """[s, ...] from each rank's [s/tp, ...]. One collective."""
+    if shard.size == 1:
+        return hidden
+    whole = hidden.new_empty(hidden.size(0) * shard.size, *hidden.shape[1:])
+    dist.all_gather_into_tensor(whole, hidden.contiguous(), group=shard.group)
+    return whole
 
 
-def _spread(computed: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+class _Products:
+    """Makes the products of chunks of tokens, in memory that is used again.
+
+    Args:
+        tokens: indices of the tokens to compute; None for all.
+    """
+
+    def __init__(
+        self,
+        problem: LinearProblem,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        self.kernel = problem.kernel(weight.size(0))
+        self.columns = _columns(weight, problem, hidden.dtype)  # [columns, h]
+        self.hidden = _select(problem.gather(hidden), tokens)  # [tokens, h]
+        self.labels = _chosen(labels, tokens)
+        self._teacher_hidden, self._teacher_columns, self._top_k = None, None, None
+        teacher = problem.teacher
+        if isinstance(teacher, TeacherHidden):
+            self._teacher_hidden = _select(problem.gather(teacher.hidden.detach()), tokens)
+            self._teacher_columns = _columns(teacher.weight, problem, teacher.hidden.dtype)
+        elif teacher is not None:
+            self._top_k = teacher.flatten() if tokens is None else teacher.flatten().select(tokens)
+        size, self.chunks = problem.chunks(self.hidden, weight.size(0))
+        in_work = 1 if problem.shard.size == 1 else 2
+        self._buffers = [self.hidden.new_empty(size, len(self.columns)) for _ in range(in_work)]
+        self._teacher_buffers: list[torch.Tensor] = []
+        if self._teacher_hidden is not None:
+            self._teacher_buffers = [self._teacher_hidden.new_empty(size, len(self.columns)) for _ in range(in_work)]
+        self._made = 0
+
+    @property
+    def in_work(self) -> int:
+        """How many chunks' products stay valid."""
+        return len(self._buffers)
+
+    def make(self, chunk: slice) -> ChunkProducts:
+        """The products of a chunk; overwritten after `in_work` more calls."""
+        index, length = self._made % self.in_work, chunk.stop - chunk.start
+        self._made += 1
+        student = torch.mm(self.hidden[chunk], self.columns.t(), out=self._buffers[index][:length])
+        teacher = None
+        if self._teacher_hidden is not None:
+            out = self._teacher_buffers[index][:length]
+            teacher = torch.mm(self._teacher_hidden[chunk], self._teacher_columns.t(), out=out)
+        return self.kernel.products(student, teacher)
+
+    def top_k(self, chunk: slice) -> TeacherTopK | None:
+        return None if self._top_k is None else self._top_k.select(chunk)
+
+
+def _select(hidden: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """The hidden states of the chosen tokens; no copy for all of them."""
+    return hidden if tokens is None else hidden.index_select(0, tokens)
+
+
+def _chosen(per_token: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    return per_token if tokens is None else per_token[tokens]
+
+
+def _spread(computed: torch.Tensor, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
     """[losses, num_tokens]: 0 where nothing was computed."""
-    if len(tokens) == num_tokens:
+    if tokens is None:
         return computed
     return computed.new_zeros(len(computed), num_tokens).index_copy_(1, tokens, computed)
 
@@ -95,24 +165,38 @@ def _columns(weight: torch.Tensor, problem: LinearProblem, dtype: torch.dtype) -
 
 
 def measure(
-    problem: LinearProblem, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, TokenStatistics]:
-    """Values [losses, tokens] and statistics of all tokens: one matrix product, one collective."""
-    kernel, columns = problem.kernel(weight.size(0)), _columns(weight, problem, hidden.dtype)
-    partials = hidden.new_zeros(len(kernel.partials), len(hidden), dtype=torch.float32)
-    values = []
-    size, chunks = problem.chunks(len(hidden), len(columns), hidden)
-    buffer = hidden.new_empty(size, len(columns))
+    problem: LinearProblem,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Values [losses, tokens] and statistics of the tokens: one matrix product, one collective for all chunks.
+
+    Losses that need the logits for their value have one collective a chunk, and their own.
+    """
     with torch.no_grad():
-        for chunk in chunks:
-            product = torch.mm(hidden[chunk], columns.t(), out=buffer[: chunk.stop - chunk.start])
-            partials[:, chunk] = kernel.measure(product, labels[chunk], overwrite=not kernel.values_need_logits)
-            if kernel.values_need_logits:
-                gathered, _ = problem.shard.all_gather(partials[:, chunk].contiguous())
-                values.append(kernel.values(kernel.combine(gathered, labels[chunk], kernel.logits(product))))
-        gathered, _ = problem.shard.all_gather(partials)
-        statistics = kernel.combine(gathered, labels)
-        return torch.cat(values, dim=1) if values else kernel.values(statistics), statistics
+        made = _Products(problem, hidden, weight, labels, tokens)
+        kernel, shard = made.kernel, problem.shard
+        if len(made.hidden) == 0:
+            return hidden.new_zeros(len(problem.losses), 0, dtype=torch.float32), {}
+        partials = hidden.new_zeros(len(kernel.partials), len(made.hidden), dtype=torch.float32)
+        values, measured = [], []
+        for chunk in made.chunks:
+            products = made.make(chunk)
+            part = kernel.measure(products, made.labels[chunk], overwrite=not kernel.values_need_logits)
+            partials[:, chunk] = part
+            if kernel.values_need_logits:  # while the products are there
+                gathered, _ = shard.all_gather(part)
+                statistics = kernel.combine(gathered, made.labels[chunk], products, made.top_k(chunk))
+                values.append(kernel.values(statistics))
+                measured.append(statistics.measured)
+        if values:
+            by_name = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}
+            return torch.cat(values, dim=1), by_name
+        gathered, _ = shard.all_gather(partials)
+        statistics = kernel.combine(gathered, made.labels)
+        return kernel.values(statistics), statistics.measured
 
 
 def measure_weighted(
@@ -121,11 +205,11 @@ def measure_weighted(
     weight: torch.Tensor,
     labels: torch.Tensor,
     token_weights: torch.Tensor,
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """total and values as MadeInForward gives them, without a gradient."""
-    values, _ = measure(problem, _select(problem.gather(hidden), tokens), weight, labels[tokens])
-    return _total(problem, values, token_weights[tokens]), _spread(values, tokens, len(labels))
+    values, _ = measure(problem, hidden, weight, labels, tokens)
+    return _total(problem, values, _chosen(token_weights, tokens)), _spread(values, tokens, len(labels))
 
 
 class _Gradients:
@@ -159,7 +243,7 @@ class _Gradients:
             return None, None
         shard, gradient = self.problem.shard, self.hidden
         num_tokens = shape[:-1].numel() * (shard.size if self.problem.sequence_parallel else 1)
-        if tokens is not None and len(tokens) != num_tokens:
+        if tokens is not None:
             gradient = gradient.new_zeros(num_tokens, shape[-1]).index_copy_(0, tokens, gradient)
         if shard.size == 1:
             return gradient.view(shape), None
@@ -185,35 +269,33 @@ class MadeInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, token_weights, tokens, problem: LinearProblem):
-        kernel, columns = problem.kernel(weight.size(0)), _columns(weight, problem, hidden.dtype)
-        chosen = _select(problem.gather(hidden), tokens)
-        chosen_labels, chosen_weights = labels[tokens], token_weights[tokens]
+        made = _Products(problem, hidden, weight, labels, tokens)
+        kernel, chosen_weights = made.kernel, _chosen(token_weights, tokens)
         scaled = chosen_weights * problem.gradient_scale
         upstream = scaled * scaled.new_tensor(problem.loss_weights)[:, None]  # [losses, tokens]
-        values = scaled.new_empty(len(problem.losses), len(tokens))
-        gradients = _Gradients(problem, chosen, weight, columns, wanted=ctx.needs_input_grad[:2])
+        values = scaled.new_empty(len(problem.losses), len(made.labels))
+        gradients = _Gradients(problem, made.hidden, weight, made.columns, wanted=ctx.needs_input_grad[:2])
         uses_exponentials = kernel.can_use_exponentials(hidden.dtype)
+        needs_products = kernel.values_need_logits or kernel.gradient_needs_logits
 
-        def finish(chunk: slice, product: torch.Tensor, partials: torch.Tensor, gathered: torch.Tensor, work: Any):
+        def finish(chunk: slice, products: ChunkProducts, partials: torch.Tensor, gathered: torch.Tensor, work: Any):
             if work is not None:
                 work.wait()
-            logits = kernel.logits(product) if kernel.values_need_logits or kernel.gradient_needs_logits else None
-            statistics = kernel.combine(gathered, chosen_labels[chunk], logits)
+            statistics = kernel.combine(
+                gathered, made.labels[chunk], products if needs_products else None, made.top_k(chunk)
+            )
             values[:, chunk] = kernel.values(statistics)
             local_maximum = partials[0] if uses_exponentials else None
-            kernel.replace_by_gradient(product, statistics, upstream[:, chunk], local_maximum=local_maximum)
-            gradients.add(chunk, chosen[chunk], product)
+            kernel.replace_by_gradient(products, statistics, upstream[:, chunk], local_maximum=local_maximum)
+            gradients.add(chunk, made.hidden[chunk], products.student)
 
-        size, chunks = problem.chunks(len(tokens), len(columns), hidden)
-        buffers = [hidden.new_empty(size, len(columns)) for _ in range(problem.num_buffers)]
         unfinished: list[tuple] = []
-        for index, chunk in enumerate(chunks):
-            buffer = buffers[index % len(buffers)][: chunk.stop - chunk.start]
-            product = torch.mm(chosen[chunk], columns.t(), out=buffer)
-            partials = kernel.measure(product, chosen_labels[chunk], overwrite=uses_exponentials)
+        for chunk in made.chunks:
+            products = made.make(chunk)
+            partials = kernel.measure(products, made.labels[chunk], leave_exponentials=uses_exponentials)
             gathered, work = problem.shard.all_gather(partials, async_op=True)
-            unfinished.append((chunk, product, partials, gathered, work))
-            if len(unfinished) == len(buffers):
+            unfinished.append((chunk, products, partials, gathered, work))
+            if len(unfinished) == made.in_work:
                 finish(*unfinished.pop(0))
         for rest in unfinished:
             finish(*rest)
@@ -251,9 +333,9 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, problem: LinearProblem):
-        values, statistics = measure(problem, problem.gather(hidden), weight, labels)
-        ctx.problem, ctx.names = problem, list(statistics.measured)
-        ctx.save_for_backward(hidden, weight, labels, *statistics.measured.values())
+        values, measured = measure(problem, hidden, weight, labels)
+        ctx.problem, ctx.names = problem, list(measured)
+        ctx.save_for_backward(hidden, weight, labels, *measured.values())
         return values
 
     @staticmethod
@@ -261,22 +343,18 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, upstream: torch.Tensor):  # [losses, tokens]
         hidden, weight, labels, *measured = ctx.saved_tensors
         problem: LinearProblem = ctx.problem
-        kernel, columns = problem.kernel(weight.size(0)), _columns(weight, problem, hidden.dtype)
-        whole = problem.gather(hidden)
-        known = dict(zip(ctx.names, measured, strict=True))
-        statistics = TokenStatistics(labels, problem.shard.locate(labels, weight.size(0)), problem.shard, None, known)
+        made = _Products(problem, hidden, weight, labels)
+        kernel = made.kernel
+        statistics = kernel.statistics(labels, dict(zip(ctx.names, measured, strict=True)))
         upstream = upstream * upstream.new_tensor(problem.loss_weights).ne(0)[:, None]
         ignored = (upstream == 0).all(dim=0)
-        gradients = _Gradients(problem, whole, weight, columns, wanted=ctx.needs_input_grad[:2])
-        size, chunks = problem.chunks(len(whole), len(columns), hidden)
-        buffer = hidden.new_empty(size, len(columns))
-        for chunk in chunks:
-            product = torch.mm(whole[chunk], columns.t(), out=buffer[: chunk.stop - chunk.start])
+        gradients = _Gradients(problem, made.hidden, weight, made.columns, wanted=ctx.needs_input_grad[:2])
+        for chunk in made.chunks:
+            products = made.make(chunk)
             part = statistics.rows(chunk)
-            if kernel.gradient_needs_logits:
-                part = part.with_logits(kernel.logits(product))
-            kernel.replace_by_gradient(product, part, upstream[:, chunk], ignored=ignored[chunk])
-            gradients.add(chunk, whole[chunk], product)
+            kernel.replace_by_gradient(products, part, upstream[:, chunk], ignored=ignored[chunk])
+            # a gradient of 0 times a hidden state that is not finite would not be 0
+            gradients.add(chunk, made.hidden[chunk].masked_fill(ignored[chunk, None], 0.0), products.student)
         of_hidden, work = gradients.reduce_hidden(None, hidden.shape)
         if work is not None:
             work.wait()

@@ -12,10 +12,12 @@ import torch
 
 from megatron_ext.config import Config, LogitsConfig, LossConfig
 from megatron_ext.losses.base import TokenLoss, build_loss
-from megatron_ext.losses.kernel import LogitTransform
+from megatron_ext.losses.chunked import gather_sequence
 from megatron_ext.losses.linear import linear_losses
+from megatron_ext.losses.logits import LogitTransform
 from megatron_ext.losses.materialized import logits_losses
-from megatron_ext.losses.token_metrics import TOKEN_METRICS, LogProbability
+from megatron_ext.losses.teacher import Teacher, TeacherHidden, TeacherTopK
+from megatron_ext.losses.token_metrics import LogProbability, chosen_metrics
 from megatron_ext.losses.vocab_parallel import VocabShard
 
 _LOGPROBS = "logprobs"  # no loss may have this name
@@ -30,6 +32,8 @@ class HeadInputs:
     trained: indices, counted along the sequence first ([s, b]), of the tokens whose weight is not 0.
     others: the same, of further tokens whose values are wanted; None for none.
     gradient_scale: the upstream gradient to expect.
+    teacher: of distillation losses: its hidden states in the order of the student's ([s, b, h]), or a cache's tokens
+        in the order of the labels ([b, s, k]).
     """
 
     labels: torch.Tensor
@@ -37,6 +41,7 @@ class HeadInputs:
     trained: torch.Tensor
     others: torch.Tensor | None = None
     gradient_scale: torch.Tensor | float = 1.0
+    teacher: Teacher | None = None
 
 
 class TokenLosses(NamedTuple):
@@ -55,6 +60,8 @@ class LossHead:
         shard: the tensor-parallel group and the model's vocabulary size without padding.
         logits: how logits are made; None for the defaults.
         token_metrics: also compute token accuracy and entropy.
+        teacher_is_cached: distillation losses compare with a cache's tokens, not with a model.
+        evaluates: also compute all that an evaluation run reports: these, and the negative log-likelihood.
     """
 
     def __init__(
@@ -64,26 +71,38 @@ class LossHead:
         logits: LogitsConfig | None = None,
         *,
         token_metrics: bool = False,
+        evaluates: bool = False,
+        teacher_is_cached: bool = False,
     ) -> None:
         self.names = list(losses)
         self.weights = [loss.weight for loss in losses.values()]
         # cross-entropy is what logprobs say already
         self.reported_per_token = [name for name, loss in losses.items() if loss.type != "cross_entropy"]
-        self.token_metrics = list(TOKEN_METRICS) if token_metrics else []
+        self._losses: dict[str, TokenLoss] = {name: build_loss(settings) for name, settings in losses.items()}
+        self.needs_teacher = any(loss.needs_teacher for loss in self._losses.values())
+        teacher = ("cached" if teacher_is_cached else "model") if self.needs_teacher else None
+        metrics = chosen_metrics(token_metrics=token_metrics, evaluates=evaluates, teacher=teacher)
+        self.token_metrics = list(metrics)
         self.shard = shard
         logits = logits or LogitsConfig()
         self.implementation = logits.implementation
         self.chunk_tokens = logits.chunk_tokens
         self._transform = LogitTransform(logits.logit_scale, logits.logit_softcap)
-        self._losses: dict[str, TokenLoss] = {name: build_loss(settings) for name, settings in losses.items()}
-        self._losses |= {name: TOKEN_METRICS[name]() for name in self.token_metrics}
+        self._losses |= {name: metric() for name, metric in metrics.items()}
         self._losses[_LOGPROBS] = LogProbability()
         self._loss_weights = dict.fromkeys(self._losses, 0.0) | dict(zip(self.names, self.weights, strict=True))
 
     @classmethod
     def from_config(cls, config: Config, shard: VocabShard) -> "LossHead":
         """The head a run's configuration describes."""
-        return cls(config.losses, shard, config.logits, token_metrics=config.logging.token_metrics)
+        return cls(
+            config.losses,
+            shard,
+            config.logits,
+            token_metrics=config.logging.token_metrics,
+            evaluates=config.evaluation.eval_only,
+            teacher_is_cached=config.teacher.teacher_cache is not None,
+        )
 
     def __call__(
         self,
@@ -113,6 +132,7 @@ class LossHead:
             "transform": self._transform,
             "chunk_tokens": self.chunk_tokens,
             "sequence_parallel": layer.sequence_parallel,
+            "teacher": _in_order_of_hidden(inputs.teacher),
             "validate": False,  # the wrapper has checked the global batch
         }
         total, values = linear_losses(
@@ -141,6 +161,7 @@ class LossHead:
             shard=self.shard,
             loss_weights=self._loss_weights,
             transform=self._transform,
+            teacher=self._whole_teacher(inputs.teacher, layer.sequence_parallel),
             validate=False,
         )
         token_weights = inputs.token_weights.t().flatten()
@@ -150,6 +171,20 @@ class LossHead:
         loss_weights = values.new_tensor(self.weights)[trained]
         total = (weighted.sum(dim=1) * loss_weights).sum()
         return total, values.view(-1, *inputs.labels.t().shape)
+
+    def _whole_teacher(self, teacher: Teacher | None, sequence_parallel: bool) -> torch.Tensor | TeacherTopK | None:
+        """The teacher's logits [s * b, vocab/tp], or what a cache has of them."""
+        if not isinstance(teacher, TeacherHidden):
+            return _in_order_of_hidden(teacher)
+        hidden = gather_sequence(teacher.hidden, self.shard) if sequence_parallel else teacher.hidden
+        return hidden.flatten(0, 1) @ teacher.weight.to(hidden.dtype).t()
+
+
+def _in_order_of_hidden(teacher: Teacher | None) -> Teacher | None:
+    if not isinstance(teacher, TeacherTopK):
+        return teacher
+    ids, log_probabilities = teacher.ids.transpose(0, 1), teacher.log_probabilities.transpose(0, 1)
+    return TeacherTopK(ids, log_probabilities, teacher.log_tail.t(), teacher.temperature)
 
 
 def _wait_for_parameters(output_layer: torch.nn.Module) -> None:

@@ -4,46 +4,19 @@ Serves every way of making logits (chunked, materialised) and every loss. It see
 the type the matrix product gave; all its arithmetic is fp32.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from megatron_ext.losses.base import TokenLoss
-from megatron_ext.losses.statistics import TokenStatistics
+from megatron_ext.losses.base import SCALAR_STATISTICS, TokenLoss
+from megatron_ext.losses.logits import ChunkProducts, LogitTransform
+from megatron_ext.losses.statistics import TokenStatistics, row_blocks
+from megatron_ext.losses.teacher import TeacherStatistics, TeacherTopK
 from megatron_ext.losses.vocab_parallel import LOWEST, VocabShard
 
 # Partial results of each rank: those that are always measured, and what some statistics need besides.
 _ALWAYS = ("maximum", "denominator", "label_logits")
 _BESIDES = {"mean_logits": "sum_logits", "entropy": "weighted_logits", "argmax": "argmax"}
-# fp32 numbers that stay in a CPU's caches between the steps of a pass
-_CACHED_ELEMENTS = 2**19
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """From the matrix product x to the logits the losses see: softcap * tanh(scale * x / softcap)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"logit_scale: {self.scale} is not positive; use a number above 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"logit_softcap: {self.softcap} is not positive; use a number above 0, or none")
-
-    def apply_(self, product: torch.Tensor) -> torch.Tensor:
-        """In place, on fp32."""
-        if self.softcap is not None:
-            return product.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
-        return product.mul_(self.scale) if self.scale != 1.0 else product
-
-    def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """d logits / d x, as a function of the logits."""
-        if self.softcap is None:
-            return self.scale
-        return (logits / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
 class ChunkKernel:
@@ -55,6 +28,7 @@ class ChunkKernel:
         shard: where this rank's columns lie.
         width: columns of each rank, padding included.
         transform: from the matrix product to logits.
+        teacher_transform: the same for the teacher's.
     """
 
     def __init__(
@@ -64,6 +38,7 @@ class ChunkKernel:
         shard: VocabShard,
         width: int,
         transform: LogitTransform,
+        teacher_transform: LogitTransform | None = None,
     ) -> None:
         self.losses = list(losses)
         self.trained = list(trained)
@@ -71,9 +46,11 @@ class ChunkKernel:
         self.width = width
         self.num_columns = shard.num_local_columns(width)
         self.transform = transform
+        self.teacher_transform = teacher_transform or LogitTransform()
         wanted = {name for loss in self.losses for name in loss.statistics}
+        self.teacher = TeacherStatistics(wanted, shard)
         besides = [partial for statistic, partial in _BESIDES.items() if statistic in wanted]
-        self.partials = (*_ALWAYS, *besides)
+        self.partials = (*_ALWAYS, *besides, *self.teacher.partials)
         self.values_need_logits = "logits" in wanted
         self.gradient_needs_logits = any(t and not loss.is_scalar for loss, t in zip(losses, trained, strict=True))
 
@@ -84,44 +61,84 @@ class ChunkKernel:
         needs_logits = self.values_need_logits or self.gradient_needs_logits
         return dtype == torch.float32 and not needs_logits and self.transform.softcap is None
 
-    def measure(self, chunk: torch.Tensor, labels: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+    def products(self, student: torch.Tensor, teacher: torch.Tensor | None = None) -> ChunkProducts:
+        return ChunkProducts(student, self.transform, teacher, self.teacher_transform)
+
+    def measure(
+        self,
+        chunk: ChunkProducts,
+        labels: torch.Tensor,
+        *,
+        overwrite: bool = False,
+        leave_exponentials: bool = False,
+    ) -> torch.Tensor:
         """[partials, tokens] fp32: what this rank's columns say of each token.
 
         Args:
-            chunk: [tokens, columns] products of hidden states and weight.
-            overwrite: the chunk may be overwritten; one of fp32 then holds exp(logits - local maximum) afterwards.
+            overwrite: the student's products may be overwritten.
+            leave_exponentials: overwrite them, in fp32, by exp(logits - local maximum).
         """
-        partials = torch.zeros(len(self.partials), len(chunk), dtype=torch.float32, device=chunk.device)
+        product = chunk.student
+        partials = torch.zeros(len(self.partials), len(product), dtype=torch.float32, device=product.device)
         row = dict(zip(self.partials, partials, strict=True))
         if self.num_columns == 0:
             row["maximum"].fill_(LOWEST)
+            if "teacher_maximum" in row:
+                row["teacher_maximum"].fill_(LOWEST)
             return partials
         local, held = self.shard.locate(labels, self.width)
-        picked = self.transform.apply_(chunk.gather(1, local[:, None]).squeeze(1).float())
+        picked = self.transform.apply(product.gather(1, local[:, None]).squeeze(1))
         row["label_logits"].copy_(torch.where(held, picked, 0.0))
-        for rows in self._row_blocks(chunk):
-            block = chunk[rows].to(torch.float32, copy=not overwrite)  # an fp32 block is the chunk's own memory
-            self._measure_block(self.transform.apply_(block), {name: part[rows] for name, part in row.items()})
+        only_softmax = self.partials == _ALWAYS and not leave_exponentials
+        for rows in row_blocks(*product.shape, product.device):
+            block = product[rows].to(torch.float32, copy=not (overwrite or leave_exponentials))
+            block = self.transform.apply_(block)
+            part = {name: values[rows] for name, values in row.items()}
+            if only_softmax:
+                # torch's fused pass: the largest logit less the largest log-probability is log sum exp
+                largest = block.amax(dim=1)
+                logsumexp = largest - torch.log_softmax(block, dim=1, out=block).amax(dim=1)
+                # no finite logit among this rank's
+                part["maximum"].copy_(torch.where(largest == -torch.inf, LOWEST, logsumexp))
+                part["denominator"].fill_(1.0)
+                continue
+            teacher = None
+            if self.teacher.partials:
+                assert chunk.teacher is not None, "a loss that compares with a teacher was given none"
+                teacher = self.teacher_transform.apply(chunk.teacher[rows], copy=True)
+            self._measure_block(block, teacher, part)
         return partials
 
-    def _measure_block(self, block: torch.Tensor, row: dict[str, torch.Tensor]) -> None:
+    def _measure_block(self, block: torch.Tensor, teacher: torch.Tensor | None, row: dict[str, torch.Tensor]) -> None:
         """Fills in the rows; leaves exp(block - maximum) in `block` [rows, columns] fp32."""
         if "sum_logits" in row:
             row["sum_logits"].copy_(block.sum(dim=1))
-        if "argmax" in row:
-            row["argmax"].copy_(block.argmax(dim=1) + self.shard.rank * self.width)  # exact below 2**24
-        maximum = block.amax(dim=1)
+        if "argmax" in row:  # on a CPU .argmax takes fifty times as long as .max
+            maximum, index = block.max(dim=1)
+            row["argmax"].copy_(index + self.shard.rank * self.width)  # exact below 2**24
+        else:
+            maximum = block.amax(dim=1)
+        maximum = maximum.clamp_(min=LOWEST)  # -inf, where none of this rank's logits is finite, less -inf is NaN
         row["maximum"].copy_(maximum)
         block.sub_(maximum[:, None])
+        if teacher is not None:
+            self.teacher.measure(block, teacher, row)
         if "weighted_logits" in row:
             # the lower limit keeps a logit of -inf from making 0 * inf
             row["weighted_logits"].copy_((block.exp() * block.clamp(min=LOWEST)).sum(dim=1))
         row["denominator"].copy_(block.exp_().sum(dim=1))
 
     def combine(
-        self, gathered: torch.Tensor, labels: torch.Tensor, logits: torch.Tensor | None = None
+        self,
+        gathered: torch.Tensor,
+        labels: torch.Tensor,
+        products: ChunkProducts | None = None,
+        top_k: TeacherTopK | None = None,
     ) -> TokenStatistics:
-        """The statistics over the whole vocabulary, from every rank's partial results [tp, partials, tokens]."""
+        """The statistics over the whole vocabulary, from every rank's partial results [tp, partials, tokens].
+
+        With products also what losses measure in a second pass.
+        """
         part = dict(zip(self.partials, gathered.unbind(1), strict=True))  # [tp, tokens] each
         maximum = part["maximum"].amax(dim=0)
         share = (part["maximum"] - maximum).exp_()
@@ -136,11 +153,18 @@ class ChunkKernel:
         if "argmax" in part:
             best_rank = part["maximum"].argmax(dim=0, keepdim=True)
             measured["argmax"] = part["argmax"].gather(0, best_rank).squeeze(0).long()
-        return TokenStatistics(labels, self.shard.locate(labels, self.width), self.shard, logits, measured)
+        measured |= self.teacher.combine(part)
+        tokens = self.statistics(labels, measured, products)
+        if products is not None:
+            for loss in self.losses:
+                tokens = tokens.with_measured(tokens.measured | loss.second_pass(tokens, top_k))
+        return tokens
 
-    def logits(self, chunk: torch.Tensor) -> torch.Tensor:
-        """[tokens, columns] fp32 logits of a chunk of products that `measure` has not overwritten."""
-        return self.transform.apply_(chunk.to(torch.float32, copy=True))
+    def statistics(
+        self, labels: torch.Tensor, measured: dict[str, torch.Tensor], products: ChunkProducts | None = None
+    ) -> TokenStatistics:
+        columns = self.shard.locate(labels, self.width)
+        return TokenStatistics(labels, columns, self.shard, self.shard.rank * self.width, products, measured)
 
     # ----------------------------------------------------------------------------------------------- values
 
@@ -153,17 +177,17 @@ class ChunkKernel:
 
     def replace_by_gradient(
         self,
-        chunk: torch.Tensor,
+        chunk: ChunkProducts,
         tokens: TokenStatistics,
         upstream: torch.Tensor,
         *,
         local_maximum: torch.Tensor | None = None,
         ignored: torch.Tensor | None = None,
     ) -> None:
-        """Overwrite products [tokens, columns] by the gradient with respect to them, in their own type.
+        """Overwrite the student's products by the gradient with respect to them, in their own type.
 
         Args:
-            tokens: the chunk's statistics; their logits are those of `logits` where a loss needs them.
+            tokens: the chunk's statistics.
             upstream: [losses, tokens] fp32, the gradient with respect to each loss of each token.
             local_maximum: [tokens] where `measure` left exponentials in the chunk: what it subtracted.
             ignored: [tokens] tokens whose gradient is exactly 0 whatever their logits are.
@@ -172,19 +196,29 @@ class ChunkKernel:
             return
         if ignored is not None:
             upstream = upstream.masked_fill(ignored, 0.0)
-        softmax, label, uniform = self._scalar_gradient(tokens, upstream)
+        scalar = self._scalar_gradient(tokens, upstream)
         if ignored is not None:
-            softmax, label, uniform = (part.masked_fill(ignored, 0.0) for part in (softmax, label, uniform))
+            scalar = tuple(part.masked_fill(ignored, 0.0) for part in scalar)
         if self.gradient_needs_logits:
-            self._replace_with_logits(chunk, tokens, upstream, (softmax, label, uniform), ignored)
-            return
-        uniform = uniform if "sum_logits" in self.partials else None
-        at_label = softmax * (tokens.label_logits - tokens.logsumexp).exp() + label
-        if uniform is not None:
-            at_label = at_label + uniform
+            self._replace_with_logits(chunk, tokens.with_products(chunk), upstream, scalar, ignored)
+        else:
+            self._replace_by_softmax(chunk.student, tokens, scalar, local_maximum, ignored)
+
+    def _replace_by_softmax(
+        self,
+        product: torch.Tensor,
+        tokens: TokenStatistics,
+        scalar: tuple[torch.Tensor, ...],
+        local_maximum: torch.Tensor | None,
+        ignored: torch.Tensor | None,
+    ) -> None:
+        """As `replace_by_gradient`, where the gradient is softmax, onehot and constant, each times a number."""
+        softmax, label, constant = scalar
+        uniform = constant if "sum_logits" in self.partials else None
+        at_label = softmax * (tokens.label_logits - tokens.logsumexp).exp() + label + constant
         at_label = at_label * self.transform.derivative(tokens.label_logits)
-        for rows in self._row_blocks(chunk):
-            block = chunk[rows]
+        for rows in row_blocks(*product.shape, product.device):
+            block = product[rows]
             if local_maximum is None:
                 gradient = self._softmax_gradient(block, tokens.logsumexp[rows], softmax[rows], uniform, rows)
             else:
@@ -196,7 +230,7 @@ class ChunkKernel:
                 gradient.masked_fill_(ignored[rows, None], 0.0)
             if gradient is not block:
                 block.copy_(gradient)
-        _write_at_labels(chunk, tokens, at_label if ignored is None else at_label.masked_fill(ignored, 0.0))
+        _write_at_labels(product, tokens, at_label if ignored is None else at_label.masked_fill(ignored, 0.0))
 
     def _softmax_gradient(
         self,
@@ -207,7 +241,7 @@ class ChunkKernel:
         rows: slice,
     ) -> torch.Tensor:
         """[rows, columns] fp32: softmax * exp(logits - logsumexp) + uniform, taken back through the transform."""
-        logits = self.logits(block)
+        logits = self.transform.apply(block, copy=True)
         derivative = self.transform.derivative(logits)
         gradient = logits.sub_(logsumexp[:, None]).exp_()
         if isinstance(derivative, float):
@@ -220,14 +254,10 @@ class ChunkKernel:
 
     def _scalar_gradient(self, tokens: TokenStatistics, upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[tokens] each: the gradient's share that goes as the softmax, to the label's column, and to every column."""
-        known = {
-            name: tokens.measured[name]
-            for name in ("logsumexp", "label_logits", "mean_logits")
-            if name in tokens.measured
-        }
+        known = {name: value for name, value in tokens.measured.items() if name in SCALAR_STATISTICS}
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in known.items()}
-            leaf_tokens = TokenStatistics(tokens.labels, tokens.columns, self.shard, measured=leaves)
+            leaf_tokens = tokens.with_measured(leaves)
             total = torch.zeros((), device=upstream.device)
             for loss, trained, weights in zip(self.losses, self.trained, upstream, strict=True):
                 if trained and loss.is_scalar:
@@ -245,7 +275,7 @@ class ChunkKernel:
 
     def _replace_with_logits(
         self,
-        chunk: torch.Tensor,
+        chunk: ChunkProducts,
         tokens: TokenStatistics,
         upstream: torch.Tensor,
         scalar: tuple[torch.Tensor, ...],
@@ -255,25 +285,27 @@ class ChunkKernel:
         by_autograd = self._autograd_gradient(tokens, upstream)  # on every rank: it may communicate
         if self.num_columns == 0:
             return
-        explicit = [
-            (loss, weights)
-            for loss, trained, weights in zip(self.losses, self.trained, upstream, strict=True)
-            if trained and not loss.is_scalar and loss.has_gradient
-        ]
-        for rows in self._row_blocks(chunk):
-            part = tokens.rows(rows)
-            softmax, label, uniform = (share[rows] for share in scalar)
-            gradient = (part.logits - part.logsumexp[:, None]).exp_().mul_(softmax[:, None]).add_(uniform[:, None])
-            local, held = part.columns
-            gradient.scatter_add_(1, local[:, None], torch.where(held, label, 0.0)[:, None])
+        kinds = list(zip(self.losses, self.trained, upstream, strict=True))
+        explicit = [(loss, u) for loss, trained, u in kinds if trained and not loss.is_scalar and loss.has_gradient]
+        has_scalar = any(trained and loss.is_scalar for loss, trained, _ in kinds)
+        for rows, part in tokens.blocks():
+            logits = part.logits
+            if has_scalar:
+                softmax, label, uniform = (share[rows] for share in scalar)
+                gradient = (logits - part.logsumexp[:, None]).exp_().mul_(softmax[:, None]).add_(uniform[:, None])
+                local, held = part.columns
+                gradient.scatter_add_(1, local[:, None], torch.where(held, label, 0.0)[:, None])
+            else:
+                gradient = torch.zeros_like(logits)
             for loss, weights in explicit:
                 loss.add_gradient(part, weights[rows], gradient)
             if by_autograd is not None:
                 gradient.add_(by_autograd[rows])
-            gradient.mul_(self.transform.derivative(part.logits))
+            if not self.transform.is_identity:
+                gradient.mul_(self.transform.derivative(logits))
             if ignored is not None:
                 gradient.masked_fill_(ignored[rows, None], 0.0)
-            chunk[rows].copy_(gradient)
+            chunk.student[rows].copy_(gradient)
 
     def _autograd_gradient(self, tokens: TokenStatistics, upstream: torch.Tensor) -> torch.Tensor | None:
         """[tokens, columns] fp32, of the losses that only say their value. They may communicate: all rows at once."""
@@ -286,26 +318,16 @@ class ChunkKernel:
             return None
         with torch.enable_grad():
             leaf = tokens.logits.detach().requires_grad_()
-            attached = tokens.with_logits(leaf, remeasure=True)
+            attached = tokens.as_function_of(leaf)
             total = sum((weights * loss.value(attached)).sum() for loss, weights in chosen)
         return torch.autograd.grad(total, leaf)[0]
 
-    # ------------------------------------------------------------------------------------------------- rows
 
-    def _row_blocks(self, chunk: torch.Tensor) -> Iterator[slice]:
-        """Rows to go through together: as many as a CPU's cache holds, all of them on a GPU."""
-        step = len(chunk)
-        if chunk.device.type == "cpu":
-            step = max(1, _CACHED_ELEMENTS // max(1, self.num_columns))
-        for start in range(0, len(chunk), max(1, step)):
-            yield slice(start, start + step)
-
-
-def _write_at_labels(chunk: torch.Tensor, tokens: TokenStatistics, values: torch.Tensor) -> None:
+def _write_at_labels(product: torch.Tensor, tokens: TokenStatistics, values: torch.Tensor) -> None:
     """Set the label's column of the tokens whose label this rank holds.
 
     softmax - 1 cancels: it is computed in fp32, apart from the other columns, and rounded once.
     """
     local, held = tokens.columns
-    index = (torch.arange(len(chunk), device=chunk.device), local)  # not scatter_, which is slow for 16-bit types
-    chunk[index] = torch.where(held, values.to(chunk.dtype), chunk[index])
+    index = (torch.arange(len(product), device=product.device), local)  # not scatter_, which is slow for 16-bit types
+    product[index] = torch.where(held, values.to(product.dtype), product[index])

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.losses.base import TokenLoss
-from megatron_ext.losses.checks import check_arguments
+from megatron_ext.losses.checks import check_arguments, check_teacher
 from megatron_ext.losses.chunked import ChunkTokens, LinearProblem, MadeInForward, Recomputed, measure, measure_weighted
 from megatron_ext.losses.cross_entropy import CrossEntropy
-from megatron_ext.losses.kernel import LogitTransform
+from megatron_ext.losses.logits import LogitTransform
+from megatron_ext.losses.teacher import Teacher
 from megatron_ext.losses.vocab_parallel import VocabShard
 
 
@@ -38,6 +39,7 @@ def linear_losses(
     chunk_tokens: ChunkTokens = "auto",
     sequence_parallel: bool = False,
     gradient_scale: torch.Tensor | float = 1.0,
+    teacher: Teacher | None = None,
     validate: bool = True,
 ) -> LinearLosses:
     """Several losses of each token, from one pass over the logits hidden @ weight.T.
@@ -65,11 +67,12 @@ def linear_losses(
         tokens: int64 indices of the tokens to compute, for callers that know where token_weights is not 0 without
             asking the device.
         transform: scale and softcap of the logits; None for neither.
-        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 64 MiB on a CPU, 512 MiB elsewhere.
+        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 88 MiB on a CPU, 512 MiB elsewhere.
         sequence_parallel: the hidden states are divided over the group along the sequence.
         gradient_scale: the upstream gradient that `total` will get, such as a loss scale of fp16. Any other upstream
             is exact too; knowing it keeps gradients in the range of a 16-bit type.
-        validate: check labels and token weights, which waits for the device once.
+        teacher: whom the distillation losses compare with.
+        validate: check labels and token weights, which waits for the device once, and the number of rows.
 
     Returns:
         total, and the values of each loss, in the order of `losses`.
@@ -83,6 +86,7 @@ def linear_losses(
     check_arguments(
         hidden, weight, labels, token_weights, losses, loss_weights, shard, chunk_tokens, sequence_parallel, validate
     )
+    check_teacher(teacher, losses.values(), hidden, weight, labels)
     problem = LinearProblem(
         losses=list(losses.values()),
         loss_weights=[loss_weights[name] for name in losses],
@@ -91,11 +95,12 @@ def linear_losses(
         chunk_tokens=chunk_tokens,
         sequence_parallel=sequence_parallel,
         gradient_scale=gradient_scale,
+        teacher=teacher,
     )
     with torch.autocast(hidden.device.type, enabled=False):  # the types are chosen here
         weights = None if token_weights is None else token_weights.flatten().float()
         total, values = _compute(problem, hidden, weight, labels.flatten(), weights, tokens)
-    return LinearLosses(total, values.view(-1, *labels.shape))
+    return LinearLosses(total, values.view(len(losses), *labels.shape))
 
 
 def _compute(
@@ -111,9 +116,11 @@ def _compute(
     if token_weights is None:
         if trains:
             return None, Recomputed.apply(hidden, weight, labels, problem)
-        return None, measure(problem, problem.gather(hidden), weight, labels)[0]
+        return None, measure(problem, hidden, weight, labels)[0]
     if tokens is None:
         tokens = token_weights.nonzero().squeeze(1)
+    if len(tokens) == len(labels):
+        tokens = None  # all of them, in whatever order they were named
     if trains:
         return MadeInForward.apply(hidden, weight, labels, token_weights, tokens, problem)
     return measure_weighted(problem, hidden, weight, labels, token_weights, tokens)

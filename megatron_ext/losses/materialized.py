@@ -8,19 +8,27 @@ import torch
 from megatron_ext.losses.base import TokenLoss
 from megatron_ext.losses.checks import check_losses, check_tokens
 from megatron_ext.losses.cross_entropy import CrossEntropy
-from megatron_ext.losses.kernel import ChunkKernel, LogitTransform
-from megatron_ext.losses.statistics import TokenStatistics
+from megatron_ext.losses.kernel import ChunkKernel
+from megatron_ext.losses.logits import LogitTransform
+from megatron_ext.losses.teacher import TeacherTopK
 from megatron_ext.losses.vocab_parallel import VocabShard, check_width
 
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, kernel: ChunkKernel) -> torch.Tensor:
-        columns = logits[:, : kernel.num_columns]
-        partials = kernel.measure(columns, labels, overwrite=False)
-        gathered, _ = kernel.shard.all_gather(partials)
-        statistics = kernel.combine(gathered, labels, kernel.logits(columns) if kernel.values_need_logits else None)
-        ctx.kernel, ctx.names = kernel, list(statistics.measured)
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        kernel: ChunkKernel,
+        teacher_logits: torch.Tensor | None,
+        top_k: TeacherTopK | None,
+    ) -> torch.Tensor:
+        teacher = None if teacher_logits is None else teacher_logits[:, : kernel.num_columns]
+        products = kernel.products(logits[:, : kernel.num_columns], teacher)
+        gathered, _ = kernel.shard.all_gather(kernel.measure(products, labels))
+        statistics = kernel.combine(gathered, labels, products if kernel.values_need_logits else None, top_k)
+        ctx.kernel, ctx.names, ctx.teacher = kernel, list(statistics.measured), teacher
         ctx.save_for_backward(logits, labels, *statistics.measured.values())
         return kernel.values(statistics)
 
@@ -32,16 +40,11 @@ class _FromLogits(torch.autograd.Function):
         gradient = torch.zeros_like(logits)
         columns = gradient[:, : kernel.num_columns]
         columns.copy_(logits[:, : kernel.num_columns])
-        tokens = TokenStatistics(
-            labels,
-            kernel.shard.locate(labels, kernel.width),
-            kernel.shard,
-            kernel.logits(columns) if kernel.gradient_needs_logits else None,
-            dict(zip(ctx.names, measured, strict=True)),
-        )
+        statistics = kernel.statistics(labels, dict(zip(ctx.names, measured, strict=True)))
         upstream = upstream * upstream.new_tensor(kernel.trained)[:, None]
-        kernel.replace_by_gradient(columns, tokens, upstream, ignored=(upstream == 0).all(dim=0))
-        return gradient, None, None
+        ignored = (upstream == 0).all(dim=0)
+        kernel.replace_by_gradient(kernel.products(columns, ctx.teacher), statistics, upstream, ignored=ignored)
+        return gradient, None, None, None, None
 
 
 def logits_losses(
@@ -52,6 +55,7 @@ def logits_losses(
     shard: VocabShard,
     loss_weights: Mapping[str, float] | None = None,
     transform: LogitTransform | None = None,
+    teacher: torch.Tensor | TeacherTopK | None = None,
     validate: bool = True,
 ) -> torch.Tensor:
     """Several losses of each token from its logits. One collective over `shard.group`.
@@ -63,7 +67,8 @@ def logits_losses(
         shard: the group that shares the vocabulary, and the vocabulary's true size.
         loss_weights: losses of weight 0 get no gradient here; other weights are the caller's to apply.
         transform: scale and softcap of the logits; None for neither.
-        validate: check the labels, which waits for the device once.
+        teacher: whom the distillation losses compare with: logits like the student's, or its most likely tokens.
+        validate: check the labels, which waits for the device once, and the number of columns.
 
     Returns:
         [losses, tokens] fp32, the same on every rank, differentiable with any upstream gradient. The gradient of a
@@ -74,12 +79,22 @@ def logits_losses(
     """
     weights = dict.fromkeys(losses, 1.0) | dict(loss_weights or {})
     check_losses(losses, weights)
-    check_width(logits.size(-1), shard, "logits")
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"labels have the shape {tuple(labels.shape)} and logits {tuple(logits.shape)}; "
+            "use [tokens] and [tokens, vocab/tp]"
+        )
     if validate:
+        check_width(logits.size(-1), shard, "logits")
         check_tokens(labels, None, shard.vocab_size)
     trained = [weights[name] != 0 for name in losses]
     kernel = ChunkKernel(list(losses.values()), trained, shard, logits.size(-1), transform or LogitTransform())
-    return _FromLogits.apply(logits, labels, kernel)
+    missing = [name for name, loss in losses.items() if loss.needs_teacher] if teacher is None else []
+    if missing:
+        raise ValueError(f"losses: {missing} compare with a teacher, but teacher is None; pass its logits or top k")
+    if isinstance(teacher, TeacherTopK):
+        return _FromLogits.apply(logits, labels, kernel, None, teacher.flatten())
+    return _FromLogits.apply(logits, labels, kernel, teacher, None)
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -5,12 +5,24 @@ the vocabulary in one collective, and hands them to every loss. What a loss want
 logits, by the differentiable functions of `vocab_parallel`.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 
 from megatron_ext.losses import vocab_parallel
+from megatron_ext.losses.logits import ChunkProducts, LogitTransform
 from megatron_ext.losses.vocab_parallel import VocabShard
+
+# fp32 numbers that stay in a CPU's caches between the steps of a pass
+_CACHED_ELEMENTS = 2**19
+
+
+def row_blocks(num_rows: int, num_columns: int, device: torch.device) -> Iterator[slice]:
+    """Rows to go through together: as many as a CPU's caches hold, all of them on a GPU."""
+    step = max(1, _CACHED_ELEMENTS // max(1, num_columns)) if device.type == "cpu" else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 class TokenStatistics:
@@ -20,8 +32,9 @@ class TokenStatistics:
         labels: [tokens] int64.
         columns: the labels' columns on this rank and whether it holds them, see VocabShard.locate.
         shard: where this rank's columns lie.
-        logits: [tokens, columns] fp32 of this rank, padding left out; None where no loss needs them.
-        measured: statistics that are known already, by name.
+        first_column: the token id of this rank's first column.
+        products: where logits come from; None where no loss needs them.
+        measured: statistics that are known already, by name: [tokens, ...] each.
     """
 
     def __init__(
@@ -29,32 +42,57 @@ class TokenStatistics:
         labels: torch.Tensor,
         columns: tuple[torch.Tensor, torch.Tensor],
         shard: VocabShard,
-        logits: torch.Tensor | None = None,
+        first_column: int,
+        products: ChunkProducts | None = None,
         measured: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.labels = labels
         self.columns = columns
         self.shard = shard
-        self._logits = logits
+        self.first_column = first_column
+        self._products = products
         self.measured = measured or {}
         self.__dict__.update(self.measured)  # where cached_property looks first
 
-    def with_logits(self, logits: torch.Tensor, *, remeasure: bool = False) -> "TokenStatistics":
-        """The same tokens, for losses that read the logits; `remeasure` makes everything a function of them."""
-        return TokenStatistics(self.labels, self.columns, self.shard, logits, {} if remeasure else self.measured)
+    def with_products(self, products: ChunkProducts) -> "TokenStatistics":
+        """The same tokens, for losses that read the logits."""
+        return TokenStatistics(self.labels, self.columns, self.shard, self.first_column, products, self.measured)
+
+    def with_measured(self, measured: dict[str, torch.Tensor]) -> "TokenStatistics":
+        """The same tokens with these statistics in place of the known ones."""
+        return TokenStatistics(self.labels, self.columns, self.shard, self.first_column, self._products, measured)
+
+    def as_function_of(self, logits: torch.Tensor) -> "TokenStatistics":
+        """The same tokens, everything computed from `logits` [tokens, columns] fp32, for autograd."""
+        products = ChunkProducts(logits, LogitTransform())
+        return TokenStatistics(self.labels, self.columns, self.shard, self.first_column, products)
 
     def rows(self, rows: slice) -> "TokenStatistics":
         """Some of the tokens."""
         local, held = self.columns
-        logits = None if self._logits is None else self._logits[rows]
+        products = None if self._products is None else self._products.rows(rows)
         measured = {name: value[rows] for name, value in self.measured.items()}
-        return TokenStatistics(self.labels[rows], (local[rows], held[rows]), self.shard, logits, measured)
+        columns = (local[rows], held[rows])
+        return TokenStatistics(self.labels[rows], columns, self.shard, self.first_column, products, measured)
 
-    @property
+    def blocks(self) -> Iterator[tuple[slice, "TokenStatistics"]]:
+        """All tokens, so few at a time that what is computed of their logits stays in a CPU's caches."""
+        assert self._products is not None
+        width = self._products.student.size(1)
+        for rows in row_blocks(len(self.labels), width, self.labels.device):
+            yield rows, self.rows(rows)
+
+    @cached_property
     def logits(self) -> torch.Tensor:
         """[tokens, columns] fp32, this rank's. A loss that reads them has "logits" among its statistics."""
-        assert self._logits is not None, 'a loss that reads logits has "logits" among its statistics'
-        return self._logits
+        assert self._products is not None, 'a loss that reads logits has "logits" among its statistics'
+        return self._products.logits()
+
+    @cached_property
+    def teacher_logits(self) -> torch.Tensor:
+        """[tokens, columns] fp32, this rank's columns of the teacher."""
+        assert self._products is not None, 'a loss that reads logits has "logits" among its statistics'
+        return self._products.teacher_logits()
 
     @cached_property
     def logsumexp(self) -> torch.Tensor:
@@ -74,7 +112,7 @@ class TokenStatistics:
     @cached_property
     def entropy(self) -> torch.Tensor:
         """Of the softmax, in nats."""
-        return self.logsumexp - self.expectation(self.logits)
+        return vocab_parallel.entropy(self.logits, self.shard)
 
     @cached_property
     def argmax(self) -> torch.Tensor:

@@ -173,6 +173,12 @@ def expectation(values: torch.Tensor, columns: torch.Tensor, shard: VocabShard) 
     return _Expectation.apply(values, columns, shard)
 
 
+def entropy(columns: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """-E[log q], and not lse - E[z], whose terms cancel if the logits are far from 0."""
+    log_probabilities = columns - copy_to_shards(logsumexp(columns, shard), shard)[:, None]
+    return -expectation(log_probabilities, columns, shard)
+
+
 # ----------------------------------------------------------- on shards with padding, [tokens, vocab/tp] any float
 
 
@@ -201,7 +207,7 @@ def vocab_parallel_expectation(values: torch.Tensor, logits: torch.Tensor, shard
 
 def vocab_parallel_entropy(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """Entropy of softmax(logits) in nats: [tokens, vocab/tp] -> [tokens] fp32. Three collectives."""
-    return vocab_parallel_logsumexp(logits, shard) - vocab_parallel_expectation(logits, logits, shard)
+    return entropy(real_columns(logits, shard), shard)
 
 
 @torch.no_grad()

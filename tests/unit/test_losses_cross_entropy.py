@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.losses import VocabShard, vocab_parallel_cross_entropy
+from megatron_ext.losses import CrossEntropy, VocabShard, vocab_parallel_cross_entropy
 
 
 class OneRank:
@@ -85,9 +85,39 @@ def test_large_logits_do_not_overflow() -> None:
     assert loss.item() == pytest.approx(1e4)
 
 
-def test_second_backward_raises() -> None:
-    logits = torch.randn(2, 4, requires_grad=True)
-    loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, 2]), shard(4)).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
-        loss.backward()
+def test_second_backward_gives_the_same_gradient() -> None:
+    """Logits that are there can be differentiated as often as the graph is kept."""
+    logits = torch.randn(6, 9, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.arange(6), shard(8))
+    upstream = torch.randn(6)
+    (first,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept)
+    (doubled,) = torch.autograd.grad(loss, logits, 2 * upstream)
+    torch.testing.assert_close(doubled, 2 * kept)
+
+
+@pytest.mark.parametrize("label", [8, -1, -100])
+def test_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    """8 is a column of the padding."""
+    with pytest.raises(ValueError, match=rf"labels: 1 .* vocabulary of 8, such as {label}"):
+        vocab_parallel_cross_entropy(torch.randn(3, 9), torch.tensor([0, label, 7]), shard(8))
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([[0, 1, 2]]), torch.tensor(1)])
+def test_labels_of_another_shape_are_refused(labels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="labels have the shape"):
+        vocab_parallel_cross_entropy(torch.randn(3, 9), labels, shard(8))
+
+
+def test_fewer_columns_than_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="logits: 9 columns on each of 1 ranks are fewer than the vocabulary of 10"):
+        vocab_parallel_cross_entropy(torch.randn(3, 9), torch.tensor([0, 1, 2]), shard(10))
+
+
+@pytest.mark.parametrize("label_smoothing", [-0.1, 1.0, float("nan")])
+def test_label_smoothing_that_is_no_share_is_refused(label_smoothing: float) -> None:
+    with pytest.raises(ValueError, match=f"label_smoothing: {label_smoothing}"):
+        CrossEntropy(label_smoothing)
