@@ -1,47 +1,54 @@
 """Fine-tune a model: `torchrun --nproc-per-node N pretrain_sft.py --config FILE.yaml [--any-setting VALUE ...]`.
+With `--eval-only` measure it instead.
 
 Every setting is a flag too; `--help` lists them all. Mistakes in the configuration, the files or the layout end the
 run before any rank waits for another, with one sentence and exit code 2.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
 
-from megatron_ext.config import Config, check_files, check_layout, config_to_yaml, parse_command_line
+from megatron_ext.config import Config, config_to_yaml, parse_command_line
 
 SECONDS_FOR_THE_FIRST_RANK = 10.0
 
 
-def _prepare(config: Config) -> Callable[[], None]:
-    """Find every mistake that one process alone can find; returns the run itself."""
+def _prepare(config: Config) -> Callable[[], int]:
+    """Find every mistake that one process alone can find; returns the run itself, which returns the exit code."""
     from megatron_ext import platform
 
+    platform.set_layout_variables(config)
     chosen = platform.setup(config.training.device)
     # these import megatron.core, so only after the platform is set up
-    from megatron_ext.data import load_run_data
-    from megatron_ext.models.hf_config import check_model_layout, load_hf_config
-    from megatron_ext.models.sources import open_source
+    from megatron_ext.eval_run import EvaluationRun
     from megatron_ext.parallel import is_main_from_environment, parallel_session, world_size_from_environment
-    from megatron_ext.run_folder import check_load, check_outputs, check_save
+    from megatron_ext.preparation import prepare
+    from megatron_ext.run_folder import check_save, folders_written_to
+    from megatron_ext.run_lock import RunLock
     from megatron_ext.trainer import Trainer
 
-    check_layout(config, world_size_from_environment())
-    check_files(config)
-    hf = load_hf_config(config.model.hf_path)
-    check_model_layout(hf, config)
-    check_load(config, hf)
-    check_save(config)
-    source = open_source(hf, config.model.random_init, config.training.seed)
-    data = load_run_data(config).for_vocabulary(hf.vocab_size)
-    if is_main_from_environment():
-        check_outputs(config)
+    is_main = is_main_from_environment()
+    prepared = prepare(config, world_size=world_size_from_environment(), makes_folders=is_main)
+    lock = contextlib.nullcontext()
+    if is_main:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(RunLock(folders_written_to(config)).acquire())
+            if not config.evaluation.eval_only:
+                check_save(config)  # once more: the run that held the folder until a moment ago may have written to it
+            lock = stack.pop_all()
 
-    def run() -> None:
-        with parallel_session(config, chosen) as parallel:
-            Trainer(config, hf, source, data, parallel).train()
+    def run() -> int:
+        # the lock inside: a failed session ends the process on its way out
+        with parallel_session(config, chosen) as parallel, lock:
+            parts = (config, prepared.hf, prepared.source, prepared.data, parallel, prepared.teacher)
+            if config.evaluation.eval_only:
+                return EvaluationRun(*parts).run()
+            Trainer(*parts).train()
+            return 0
 
     return run
 
@@ -73,8 +80,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:  # ConfigError is one
         _report(error)
         return 2
-    run()
-    return 0
+    return run()
 
 
 if __name__ == "__main__":

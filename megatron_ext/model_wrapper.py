@@ -1,29 +1,33 @@
 """Runs a list of micro-batches through the model, with gradients or without, on Megatron-Core's schedules.
 
-Owns what happens to a mini-batch between the data and the optimizer: Megatron's schedule and hooks, gradient
-accumulation, the reduction of metrics. Losses come from `losses/`, what a token weighs from `token_weights.py`,
-per-token outputs go through `outputs.py`, stepping the optimizer is the caller's.
+Owns what happens to a mini-batch between the data and the optimizer: Megatron's schedule and hooks, and
+the reduction of metrics. Losses come from `losses/`, what a token weighs from `token_weights.py`, several passes before
+one step are `gradient_accumulation.py`'s, per-token outputs go through `outputs.py`, stepping the optimizer is the
+caller's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import Config
-from megatron_ext.context_parallel import shard_sequence
+from megatron_ext.context_parallel import packed_order, shard_sequence
 from megatron_ext.data import MicroBatch
-from megatron_ext.losses import HeadInputs, LossHead, TokenLosses
+from megatron_ext.gradient_accumulation import GradientAccumulator
+from megatron_ext.losses import HeadInputs, LossHead, TeacherHidden, TeacherTopK, TokenLosses
 from megatron_ext.outputs import MiniBatchResult, StepMetrics, TokenOutputs, empty_outputs
+from megatron_ext.packed_rows import bounds_of, packed_seq_params, packing_problem
 from megatron_ext.parallel import ParallelContext
 from megatron_ext.token_weights import GlobalCounts, count_globally, token_weights
 
@@ -33,15 +37,31 @@ def _finalize_unscaled(model: list, _num_tokens: Any = None, **kwargs: Any) -> N
     finalize_model_grads(model, None, **kwargs)
 
 
+class TeacherSignals(Protocol):
+    """A teacher model, or a cache of what one said."""
+
+    def signals(
+        self, inputs: "Sequence[_StageInputs]", micro_batches: Sequence[MicroBatch]
+    ) -> Sequence[TeacherHidden | TeacherTopK | None]:
+        """What the head needs of each micro-batch, on the last stage; every rank calls it, once a step.
+
+        Args:
+            inputs: this rank's part of each micro-batch.
+            micro_batches: the same micro-batches as they came from the loader.
+        """
+        ...
+
+
 class MegatronModelWrapper:
     """A model of one or more chunks (one per virtual pipeline stage) that computes losses and gradients.
 
     Args:
-        model_chunks: GPTModel chunks, wrapped in Megatron's DistributedDataParallel for training.
+        model_chunks: GPTModel chunks, wrapped in Megatron's DistributedDataParallel for training; bare for evaluation.
         config: the run's configuration.
         losses: the loss head for the configured losses.
         parallel: where this rank stands.
         optimizer: gives the loss scale of fp16; may be None for evaluation.
+        teacher: whom distillation losses compare with; needed if there are any.
     """
 
     def __init__(
@@ -52,14 +72,20 @@ class MegatronModelWrapper:
         losses: LossHead,
         parallel: ParallelContext,
         optimizer: MegatronOptimizer | None = None,
+        teacher: TeacherSignals | None = None,
     ) -> None:
+        if losses.needs_teacher and teacher is None:
+            raise ValueError("losses compare with a teacher, but teacher is None; pass a Teacher or a CachedTeacher")
+        self.teacher = teacher
         self.model_chunks = model_chunks
         self.losses = losses
         self.parallel = parallel
         self.loss_reduction = config.training.loss_reduction
         self.sequence_multiple = config.sequence_multiple
+        self.packing_multiple = config.packing_multiple
         self._optimizer = optimizer
-        self._accumulated_weight: torch.Tensor | None = None  # of the gradients in the buffers, [] float64
+        self._is_trainable = all(isinstance(chunk, DistributedDataParallel) for chunk in model_chunks)
+        self._gradients = GradientAccumulator(model_chunks, parallel)
         self._connect_schedule(config, optimizer)
 
     def _connect_schedule(self, config: Config, optimizer: MegatronOptimizer | None) -> None:
@@ -78,15 +104,26 @@ class MegatronModelWrapper:
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients; call it after every optimizer step."""
-        for chunk in self.model_chunks:
-            chunk.zero_grad_buffer()
-        self._accumulated_weight = None
+        self._gradients.zero()
 
     def forward(self, micro_batches: list[MicroBatch], *, return_per_token_outputs: bool = True) -> MiniBatchResult:
         """Evaluate: no graph, eval mode. See `forward_backward_mini_batch`."""
         return self.forward_backward_mini_batch(
             micro_batches, forward_only=True, return_per_token_outputs=return_per_token_outputs
         )
+
+    def forward_backward(
+        self, micro_batches: list[MicroBatch], *, return_per_token_outputs: bool = True
+    ) -> MiniBatchResult:
+        """Losses and gradients. See `forward_backward_mini_batch`."""
+        return self.forward_backward_mini_batch(
+            micro_batches, forward_only=False, return_per_token_outputs=return_per_token_outputs
+        )
+
+    @property
+    def per_token_fields(self) -> list[str]:
+        """Names of the per-token outputs, beside `loss_mask`."""
+        return ["logprobs", "elementwise_loss", *self.losses.reported_per_token]
 
     def forward_backward_mini_batch(
         self,
@@ -113,22 +150,20 @@ class MegatronModelWrapper:
             Metrics, and one dict per sequence in input order (empty dicts unless per-token outputs were asked for).
 
         Raises:
-            ValueError: no micro-batches, shapes that differ or cannot be divided over the ranks, trained labels
-                outside the vocabulary, or masks that are negative or not finite; on every rank alike.
+            ValueError: no micro-batches, shapes that differ or cannot be divided over the ranks, impossible cu_seqlens,
+                trained labels outside the vocabulary, or masks that are negative or not finite; on every rank alike.
         """
         self._check(micro_batches)
         counts = count_globally(micro_batches, self.loss_reduction, self.parallel, self.losses.shard.vocab_size)
         collector = self._open_gate() if return_per_token_outputs else None
         trains = not forward_only and any(weight > 0 for weight in self.losses.weights)
+        assert forward_only or self._is_trainable, "bare model chunks are for evaluation: build them with wrap_with_ddp"
 
-        if trains:
-            self._forget_parameter_grads()
-        before = self._set_accumulated_aside(counts.denominator) if trains else None
-        with nullcontext() if not forward_only else self._evaluation_mode():
+        with (
+            self._gradients.backward_pass(counts.denominator) if trains else nullcontext(),
+            self._evaluation_mode() if forward_only else nullcontext(),
+        ):
             reports = self._run_schedule(micro_batches, counts.denominator, collector, forward_only=not trains)
-        if before is not None:
-            self._merge_accumulated(before)
-
         metrics = self._reduce_metrics(reports, counts)
         outputs = collector.deliver(micro_batches) if collector is not None else empty_outputs(micro_batches)
         return MiniBatchResult(metrics=metrics, loss_fn_outputs=outputs)
@@ -145,6 +180,9 @@ class MegatronModelWrapper:
         """The sums of each micro-batch, see `_loss_func`; empty on all but the last stage."""
         parallel = self.parallel
         prepared = [self._prepare(batch, denominator, wants_all=collector is not None) for batch in micro_batches]
+        if self.teacher is not None:
+            signals = self.teacher.signals(prepared, micro_batches)
+            prepared = [part.with_teacher(signal) for part, signal in zip(prepared, signals, strict=True)]
 
         def forward_step(inputs: "Iterator[_StageInputs]", chunk: torch.nn.Module) -> tuple[Any, Any]:
             inputs = next(inputs)
@@ -152,6 +190,7 @@ class MegatronModelWrapper:
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 attention_mask=None,
+                packed_seq_params=inputs.packed,
                 output_processor=self.losses,
                 output_processor_context=inputs.head,
             )
@@ -192,7 +231,7 @@ class MegatronModelWrapper:
         return [token_losses.logprobs, elementwise, *reported]
 
     def _open_gate(self) -> TokenOutputs:
-        return TokenOutputs(["logprobs", "elementwise_loss", *self.losses.reported_per_token], self.parallel)
+        return TokenOutputs(self.per_token_fields, self.parallel)
 
     def _schedule_groups(self) -> dict[str, Any]:
         groups: dict[str, Any] = {"pg_collection": self.parallel.pg}
@@ -203,8 +242,12 @@ class MegatronModelWrapper:
     def _prepare(self, batch: MicroBatch, denominator: torch.Tensor, wants_all: bool) -> "_StageInputs":
         """This rank's part of a micro-batch, on its device."""
         parallel = self.parallel
+        bounds = None if batch.cu_seqlens is None else bounds_of(batch)
+        order = None if bounds is None or parallel.cp_size == 1 else packed_order(bounds, parallel.cp_size)
 
         def own(rows: torch.Tensor) -> torch.Tensor:
+            if order is not None:
+                return rows[:, order[parallel.cp_rank]]
             return rows if parallel.cp_size == 1 else shard_sequence(rows, parallel.cp_rank, parallel.cp_size)
 
         def to_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,8 +257,7 @@ class MegatronModelWrapper:
         # indices are made where the batch is, commonly on the host, because a GPU would have to be waited for
         others = None
         if wants_all:
-            real = torch.arange(batch.loss_mask.size(1), device=mask.device) < batch.lengths[:, None]
-            others = to_device(_indices(own(real) & (mask == 0)))
+            others = to_device(_indices(own(batch.is_token()) & (mask == 0)))
         weights_on_device = to_device(weights)
         scale = torch.where(denominator > 0, 1.0 / denominator, 0.0).float()
         head = HeadInputs(
@@ -231,6 +273,7 @@ class MegatronModelWrapper:
             loss_mask=to_device(mask),
             weights=weights_on_device,
             head=head,
+            packed=None if bounds is None else packed_seq_params(bounds, parallel.device),
         )
 
     def _check(self, micro_batches: list[MicroBatch]) -> None:
@@ -241,8 +284,10 @@ class MegatronModelWrapper:
             raise ValueError(
                 f"micro_batches have shapes {sorted(shapes)}; pad the micro-batches of one step to one shape"
             )
-        if any(batch.cu_seqlens is not None for batch in micro_batches):
-            raise ValueError("cu_seqlens is set; packed rows are not supported yet, pass one sequence a row")
+        for index, batch in enumerate(micro_batches):
+            problem = None if batch.cu_seqlens is None else packing_problem(batch, self.packing_multiple)
+            if problem is not None:
+                raise ValueError(f"micro-batch {index}: {problem}")
         ((_, s),) = shapes
         multiple = self.sequence_multiple
         if s % multiple:
@@ -262,54 +307,6 @@ class MegatronModelWrapper:
             dist.broadcast(sums, src=dist.get_global_rank(parallel.pg.pp, parallel.pp_size - 1), group=parallel.pg.pp)
         return StepMetrics(dict(zip(head.names, head.weights, strict=True)), head.token_metrics, sums, counts)
 
-    # ----------------------------------------------------------------------------------------- accumulation
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """The flat gradient buffers of all chunks."""
-        return [
-            buffer.grad_data for chunk in self.model_chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-
-    def _forget_parameter_grads(self) -> None:
-        """Megatron's fp32 optimizer leaves `grad` as an alias of `main_grad`: backward would add to it twice."""
-        for chunk in self.model_chunks:
-            for parameter in chunk.parameters():
-                parameter.grad = None
-
-    def _set_accumulated_aside(self, denominator: torch.Tensor) -> "_Accumulated | None":
-        """Start a fresh gradient, and keep what an earlier call left.
-
-        The earlier gradients are already reduced over ranks: adding to them and reducing again would count them once
-        for every rank. They also have another denominator.
-        """
-        if self._accumulated_weight is None:
-            self._accumulated_weight = denominator
-            return None
-        accumulated = None
-        if self._any_gradient():
-            gradients = [gradient.clone() for gradient in self._gradients()]
-            accumulated = _Accumulated(gradients=gradients, weight=self._accumulated_weight)
-        # also where all of it is zero: DDP has to be ready for another reduction
-        for chunk in self.model_chunks:
-            chunk.zero_grad_buffer()
-        self._accumulated_weight = denominator if accumulated is None else accumulated.weight + denominator
-        return accumulated
-
-    def _merge_accumulated(self, before: "_Accumulated") -> None:
-        """gradient = (weight_1 * gradient_1 + weight_2 * gradient_2) / (weight_1 + weight_2)."""
-        assert self._accumulated_weight is not None
-        earlier_share = torch.where(self._accumulated_weight > 0, before.weight / self._accumulated_weight, 0.0)
-        for gradient, earlier in zip(self._gradients(), before.gradients, strict=True):
-            gradient.mul_((1.0 - earlier_share).to(gradient.dtype))
-            gradient.add_(earlier.mul_(earlier_share.to(gradient.dtype)))
-
-    def _any_gradient(self) -> bool:
-        """False if the caller zeroed the buffers without `zero_grad`; the same answer on every rank."""
-        found = torch.stack([gradient.count_nonzero() for gradient in self._gradients()]).sum().reshape(1)
-        for group in (self.parallel.pg.mp, self.parallel.pg.dp_cp):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return bool(found.item())
-
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         modes = [(module, module.training) for chunk in self.model_chunks for module in chunk.modules()]
@@ -323,14 +320,6 @@ class MegatronModelWrapper:
 
 
 @dataclass(frozen=True)
-class _Accumulated:
-    """Gradients of earlier calls, and the weight of the tokens they come from."""
-
-    gradients: list[torch.Tensor]
-    weight: torch.Tensor  # [] float64
-
-
-@dataclass(frozen=True)
 class _StageInputs:
     """A micro-batch as this rank's stage takes it: its part of the sequence, on its device."""
 
@@ -339,6 +328,10 @@ class _StageInputs:
     loss_mask: torch.Tensor  # [b, s/cp] fp32
     weights: torch.Tensor  # [b, s/cp] fp32, what a token weighs before the division by the denominator
     head: HeadInputs
+    packed: PackedSeqParams | None  # where the sequences of a packed row begin; None: rows are not packed
+
+    def with_teacher(self, teacher: TeacherHidden | TeacherTopK | None) -> "_StageInputs":
+        return replace(self, head=replace(self.head, teacher=teacher))
 
 
 def _indices(chosen: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ext.context_parallel import restore_sequence_order
+from megatron_ext.context_parallel import restore_packed_order, restore_sequence_order
 from megatron_ext.data import FILLER_ID, MicroBatch
+from megatron_ext.packed_rows import bounds_of
 from megatron_ext.parallel import ParallelContext
 from megatron_ext.token_weights import GlobalCounts
 
@@ -120,13 +121,12 @@ class TokenOutputs:
         tokens = self._share(micro_batches).cpu()  # [micro-batches, fields, b, s]
         outputs = []
         for batch, values in zip(micro_batches, tokens, strict=True):
-            rows = zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True)
-            for row, (sample_id, length) in enumerate(rows):
+            for sample_id, (row, span) in zip(batch.sample_ids.tolist(), batch.spans(), strict=True):
                 if sample_id == FILLER_ID:
                     continue
                 # clones: a view would keep the whole step's tensor alive
-                per_token = {name: values[i, row, :length].clone() for i, name in enumerate(self.fields)}
-                per_token["loss_mask"] = batch.loss_mask[row, :length].to("cpu", torch.float32, copy=True)
+                per_token = {name: values[i, row, span].clone() for i, name in enumerate(self.fields)}
+                per_token["loss_mask"] = batch.loss_mask[row, span].to("cpu", torch.float32, copy=True)
                 outputs.append(per_token)
         return outputs
 
@@ -140,8 +140,14 @@ class TokenOutputs:
                 local = tokens.permute(3, 0, 1, 2).contiguous()  # sequence first, as gathering concatenates there
                 gathered = local.new_empty(s, *local.shape[1:])
                 dist.all_gather_into_tensor(gathered, local, group=parallel.pg.cp)
-                by_rank = gathered.unflatten(0, (parallel.cp_size, -1))
-                tokens = restore_sequence_order(by_rank).permute(1, 2, 3, 0).contiguous()
+                by_rank = gathered.unflatten(0, (parallel.cp_size, -1))  # [cp, s/cp, micro-batches, fields, b]
+                restored = [
+                    restore_sequence_order(part)
+                    if batch.cu_seqlens is None
+                    else restore_packed_order(part, bounds_of(batch))
+                    for batch, part in zip(micro_batches, by_rank.unbind(2), strict=True)
+                ]
+                tokens = torch.stack(restored).permute(0, 2, 3, 1).contiguous()
         else:
             tokens = torch.empty(full_shape, dtype=torch.float32, device=parallel.device)
         if parallel.pp_size > 1:

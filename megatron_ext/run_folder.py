@@ -13,9 +13,12 @@ from typing import Any
 
 from megatron_ext.config import Config, ConfigError
 from megatron_ext.models.hf_config import HFConfig
+from megatron_ext.teacher_cache import stored_teacher, weights_fingerprint
+from megatron_ext.token_file import temporary_path
 
 LATEST = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
+EVALUATION_FILE = "eval.json"
 FORMAT = 1
 
 
@@ -64,6 +67,23 @@ def model_identity(hf: HFConfig) -> dict[str, Any]:
     return {"architecture": hf.family.architecture, **sizes, "rope_parameters": dict(hf.rope_parameters)}
 
 
+def teacher_settings(config: Config) -> dict[str, Any]:
+    """Which teacher a run has, by its weights and not by where they are; a store stands for the teacher it is of. Empty
+    without one. Looks at the files once."""
+    teacher = config.teacher
+    if teacher.teacher_cache is not None:
+        return dict(stored_teacher(teacher.teacher_cache))
+    if teacher.teacher_path is None:
+        return {}
+    load = None
+    if teacher.teacher_load is not None:
+        iteration = latest_iteration(Path(teacher.teacher_load))
+        assert iteration is not None, "check_load has found one"
+        load = checkpoint_directory(Path(teacher.teacher_load), iteration)
+    bf16 = config.training.bf16 if teacher.teacher_bf16 is None else teacher.teacher_bf16
+    return {"weights": weights_fingerprint(teacher.teacher_path, load), "bf16": bf16}
+
+
 def training_settings(config: Config) -> dict[str, Any]:
     """What determines the loss curve. The layout, the micro-batch size, how logits are computed and the logging are
     free to change."""
@@ -78,6 +98,7 @@ def training_settings(config: Config) -> dict[str, Any]:
     }.items():
         values = getattr(config, section).model_dump()
         settings |= {f"{section}.{name}": values[name] for name in names}
+    settings |= {f"teacher.{name}": value for name, value in teacher_settings(config).items()}
     return settings
 
 
@@ -141,7 +162,7 @@ def check_load(config: Config, hf: HFConfig) -> None:
     different = _differences(run["model"], model_identity(hf))
     if different:
         raise ValueError(f"checkpoint.load {root} is of another model: {'; '.join(different)}; give its own model")
-    if config.checkpoint.finetune:
+    if config.checkpoint.finetune or config.evaluation.eval_only:  # they take the weights alone
         return
     different = _differences(_with_later_settings(run["settings"]), training_settings(config))
     if config.checkpoint.no_load_optim:
@@ -163,7 +184,7 @@ def check_save(config: Config) -> None:
         ValueError: `save` already holds checkpoints and is not what `load` continues.
     """
     save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None or not (Path(save) / LATEST).exists():
+    if save is None or config.evaluation.eval_only or not (Path(save) / LATEST).exists():
         return
     continues = load is not None and Path(load).resolve() == Path(save).resolve() and not config.checkpoint.finetune
     if not continues:
@@ -181,10 +202,13 @@ def check_outputs(config: Config) -> None:
     Raises:
         ValueError: naming the setting, the path and the system's reason.
     """
+    if config.evaluation.per_token_outputs is not None:
+        check_token_file(Path(config.evaluation.per_token_outputs))
     folders = {}
-    if config.checkpoint.save is not None:
+    trains = not config.evaluation.eval_only
+    if trains and config.checkpoint.save is not None:
         folders["checkpoint.save"] = config.checkpoint.save
-    if config.checkpoint.save_hf is not None:
+    if trains and config.checkpoint.save_hf is not None:
         folders["checkpoint.save_hf"] = str(Path(config.checkpoint.save_hf).parent)
     folders["logging.log_dir"] = str(config.log_directory)
     for setting, folder in folders.items():
@@ -193,10 +217,36 @@ def check_outputs(config: Config) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
             if setting == "logging.log_dir":
-                for name in ("metrics.jsonl", "config.yaml"):
+                for name in ("metrics.jsonl", "config.yaml") if trains else ("metrics.jsonl",):
                     (Path(folder) / name).open("a", encoding="utf-8").close()
+                if (Path(folder) / EVALUATION_FILE).is_dir():
+                    raise IsADirectoryError(f"{EVALUATION_FILE} in it is a directory")
         except (OSError, ValueError) as error:
             raise ValueError(f"{setting}: {folder} cannot be written to ({error}); give another folder") from None
+
+
+def check_token_file(path: Path) -> None:
+    """See that the file of per-token outputs can be written, under the name that it has until it is complete.
+
+    Raises:
+        ValueError: naming the setting, the path and the system's reason.
+    """
+    temporary = temporary_path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.open("wb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"evaluation.per_token_outputs: {path} cannot be written ({error}); give another path"
+        ) from None
+
+
+def folders_written_to(config: Config) -> list[str]:
+    """The folders that `check_outputs` has made, in which two runs would write to the same files."""
+    folders = [str(config.log_directory)]
+    saves = config.checkpoint.save is not None and not config.evaluation.eval_only
+    return [*folders, config.checkpoint.save] if saves else folders
 
 
 def write_durably(path: Path, text: str) -> None:

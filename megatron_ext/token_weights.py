@@ -31,8 +31,14 @@ def token_weights(batch: MicroBatch, reduction: Reduction) -> torch.Tensor:
     mask = batch.loss_mask.float()
     if reduction == "token_mean":
         return mask
-    sums = mask.sum(dim=1, keepdim=True)
-    return torch.where(sums > 0, mask / sums, 0.0)
+    sums = _sequence_sums(batch)[batch.sequence_of_position()]
+    return torch.where(sums > 0, mask / sums, 0.0).float()
+
+
+def _sequence_sums(batch: MicroBatch) -> torch.Tensor:
+    """[n] float64: the sum of each sequence's loss_mask, where several may share a row."""
+    sums = torch.zeros(batch.lengths.numel(), dtype=torch.float64, device=batch.loss_mask.device)
+    return sums.index_add(0, batch.sequence_of_position().flatten(), batch.loss_mask.double().flatten())
 
 
 def count_globally(
@@ -50,7 +56,8 @@ def count_globally(
     masks = torch.stack([batch.loss_mask for batch in micro_batches]).double()
     inputs = sum(batch.lengths.sum() for batch in micro_batches)
     mask_sum = masks.sum()
-    denominator = mask_sum if reduction == "token_mean" else (masks.sum(dim=2) > 0).sum()
+    sequences = sum((_sequence_sums(batch) > 0).sum() for batch in micro_batches)
+    denominator = mask_sum if reduction == "token_mean" else sequences
     numbers = [denominator, mask_sum, (masks != 0).sum(), inputs, torch.tensor(float(problem is not None))]
     counts = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers]).to(parallel.device)
     if parallel.dp_size > 1:
@@ -77,6 +84,7 @@ def _problem(micro_batches: list[MicroBatch], vocab_size: int) -> str | None:
                 if what == "loss_mask"
                 else f"the vocabulary has {vocab_size} tokens; give tokens that are not trained a loss_mask of 0"
             )
-            sample = int(batch.sample_ids[row])
+            position = int(found[row].nonzero()[0])
+            sample = int(batch.sample_ids[batch.sequence_of_position()[row, position]])
             return f"micro-batch {index}, row {row} (sample {sample}): {what} holds {value}; {reason}"
     return None

@@ -6,6 +6,7 @@ Builds the parts in named methods and calls them in order; what each part does i
 import math
 from pathlib import Path
 
+from megatron_ext.cached_teacher import build_teacher
 from megatron_ext.checkpoint import Checkpointer
 from megatron_ext.config import Config, config_to_yaml
 from megatron_ext.data import RunData, TrainLoader
@@ -19,9 +20,11 @@ from megatron_ext.models.hf_config import HFConfig
 from megatron_ext.models.sources import TensorSource
 from megatron_ext.models.weights import load_hf_weights
 from megatron_ext.optimizer import build_optimizer, build_scheduler
-from megatron_ext.outputs import TOKEN_COUNTS, StepMetrics
+from megatron_ext.outputs import TOKEN_COUNTS, MiniBatchResult, StepMetrics
 from megatron_ext.parallel import ParallelContext
 from megatron_ext.run_report import describe_layout, evaluation_line, progress_line
+from megatron_ext.teacher import TeacherPlan
+from megatron_ext.teacher_cache import TeacherCache
 
 
 class Trainer:
@@ -33,18 +36,26 @@ class Trainer:
         source: the weights to start from.
         data: the encoded data sets.
         parallel: where this rank stands.
+        teacher: of the distillation losses, if there are any.
     """
 
     def __init__(
-        self, config: Config, hf: HFConfig, source: TensorSource, data: RunData, parallel: ParallelContext
+        self,
+        config: Config,
+        hf: HFConfig,
+        source: TensorSource,
+        data: RunData,
+        parallel: ParallelContext,
+        teacher: TeacherPlan | TeacherCache | None = None,
     ) -> None:
         self.config = config
         self.hf = hf
         self.data = data
         self.parallel = parallel
+        self.teacher = teacher
         self.iteration = 0
         self._build_loader()
-        self._build_model(source)
+        self._build_model(source, teacher)
         self.checkpointer = Checkpointer(config, hf, parallel)
         self._restore()
 
@@ -52,6 +63,7 @@ class Trainer:
 
     def _build_loader(self) -> None:
         config, parallel = self.config, self.parallel
+        assert self.data.train is not None, "the command line requires it"
         self.loader = TrainLoader(
             self.data.train,
             global_batch_size=config.training.global_batch_size,
@@ -64,21 +76,26 @@ class Trainer:
             pad_to=config.data.pad_to,
             seq_length=config.data.seq_length,
             pad_id=self.data.pad_id,
+            # the interleaved schedule takes multiples of the pipeline size only
+            micro_batches_multiple=parallel.pp_size if parallel.vp_size > 1 else 1,
+            packing=config.data.packing,
+            packing_multiple=config.packing_multiple,
         )
 
-    def _build_model(self, source: TensorSource) -> None:
+    def _build_model(self, source: TensorSource, teacher: TeacherPlan | TeacherCache | None) -> None:
         config, parallel = self.config, self.parallel
         self.chunks = build_model(self.hf, config, parallel)
         load_hf_weights(self.chunks, self.hf, source, parallel)
         self.optimizer = build_optimizer(config, self.chunks, parallel)
         self.scheduler = build_scheduler(config, self.optimizer)
-        shard = VocabShard(parallel.pg.tp, vocab_size=self.hf.vocab_size)
+        vocab_size = self.hf.vocab_size if teacher is None else teacher.vocab_size  # that both have
         self.wrapper = MegatronModelWrapper(
             self.chunks,
             config,
-            losses=LossHead.from_config(config, shard),
+            losses=LossHead.from_config(config, VocabShard(parallel.pg.tp, vocab_size)),
             parallel=parallel,
             optimizer=self.optimizer,
+            teacher=build_teacher(teacher, parallel),
         )
         self.evaluator = Evaluator(self.data.evaluation, self.wrapper, config, parallel, pad_id=self.data.pad_id)
 
@@ -105,8 +122,8 @@ class Trainer:
             stopwatch.read()
             pending: list[StepMetrics] = []
             while self.iteration < config.training.train_iters:
-                metrics, grad_norm = self.step()
-                pending.append(metrics)
+                result, grad_norm = self.step(return_per_token_outputs=False)
+                pending.append(result.metrics)
                 if self._is_due(config.logging.log_interval):
                     self._log(log, pending, grad_norm, stopwatch.read())
                     pending = []
@@ -120,17 +137,19 @@ class Trainer:
         self._save()
         self._export()
 
-    def step(self) -> tuple[StepMetrics, float]:
-        """One optimizer step; returns its metrics and the gradient norm before clipping."""
+    def step(self, *, return_per_token_outputs: bool = True) -> tuple[MiniBatchResult, float]:
+        """One optimizer step; returns its result and the gradient norm before clipping."""
         self.wrapper.zero_grad()
-        result = self.wrapper.forward_backward_mini_batch(self.loader.next_step(), return_per_token_outputs=False)
+        result = self.wrapper.forward_backward(
+            self.loader.next_step(), return_per_token_outputs=return_per_token_outputs
+        )
         self.lr = self.optimizer.param_groups[0]["lr"]
         _updated, grad_norm, _ = self.optimizer.step()
         if self.config.optimizer.clip_grad == 0:  # Megatron computes the norm for clipping only
             grad_norm = self.optimizer.get_grad_norm()
         self.scheduler.step(increment=1)
         self.iteration += 1
-        return result.metrics, float(grad_norm)
+        return result, float(grad_norm)
 
     @property
     def _is_last(self) -> bool:
@@ -162,9 +181,9 @@ class Trainer:
             self._say(f"warning: loss {means['loss']} and gradient norm {grad_norm} are not both finite")
 
     def _evaluate(self, log: MetricsLog) -> None:
-        for name, metrics in self.evaluator.run().items():
-            log.write(name, {"iteration": self.iteration, **metrics})
-            self._say(evaluation_line(name, self.iteration, metrics, list(self.config.losses)))
+        for name, result in self.evaluator.run(return_per_token_outputs=False).items():
+            log.write(name, {"iteration": self.iteration, **result.metrics})
+            self._say(evaluation_line(name, self.iteration, result.metrics, list(self.config.losses)))
 
     def _save(self) -> None:
         if self.config.checkpoint.save is None:
@@ -197,7 +216,9 @@ class Trainer:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(config_to_yaml(self.config), encoding="utf-8")
         self._say(describe_layout(self.config, self.parallel))
-        for name, dataset in {"train": self.data.train, **self.data.evaluation}.items():
+        if self.teacher is not None:
+            self._say(f"{'teacher':10} {self.teacher.description}")
+        for name, dataset in self.data.named():
             self._say(f"{name:10} {dataset.path}: {dataset.report}")
         if self.iteration:
             rest = ": nothing is left to train" if self._is_last else ""

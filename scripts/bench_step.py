@@ -49,18 +49,15 @@ def run_rank(connection: Any, config: Config, rank: int, world_size: int, port: 
         chosen = platform.setup("cpu")
         import torch
 
-        from megatron_ext.data import load_run_data
-        from megatron_ext.models.hf_config import load_hf_config
-        from megatron_ext.models.sources import open_source
         from megatron_ext.parallel import parallel_session
+        from megatron_ext.preparation import prepare
         from megatron_ext.trainer import Trainer
 
         torch.set_num_threads(1)
-        hf = load_hf_config(config.model.hf_path)
-        source = open_source(hf, config.model.random_init, config.training.seed)
+        parts = prepare(config, world_size=world_size, makes_folders=False)
         with parallel_session(config, chosen) as parallel:
-            trainer = Trainer(config, hf, source, load_run_data(config), parallel)
-            _serve(connection, lambda: trainer.step()[0]["loss"])
+            trainer = Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher)
+            _serve(connection, lambda: trainer.step(return_per_token_outputs=False)[0].metrics["loss"])
     except BaseException:
         connection.send(traceback.format_exc())
         raise
@@ -126,6 +123,7 @@ class Contender:
     def __init__(self, name: str, processes: list[Any], connections: list[Any]) -> None:
         self.name, self.processes, self.connections = name, processes, connections
         self.losses: list[float] = []
+        self.answers: list[Any] = []
 
     def wait_until_ready(self) -> None:
         for connection in self.connections:
@@ -133,16 +131,17 @@ class Contender:
             if answer != "ready":
                 sys.exit(f"{self.name} did not start:\n{answer}")
 
-    def step(self) -> float:
-        """Seconds for one step of all processes."""
+    def step(self, message: Any = True) -> float:
+        """Seconds for one step of all processes; what they answer is in `answers`."""
         started = time.perf_counter()
         for connection in self.connections:
-            connection.send(True)
+            connection.send(message)
         answers = [connection.recv() for connection in self.connections]
         elapsed = time.perf_counter() - started
         for answer in answers:
             if isinstance(answer, str):
                 sys.exit(f"{self.name} failed:\n{answer}")
+        self.answers = answers
         self.losses.append(answers[0])
         return elapsed
 
@@ -154,7 +153,7 @@ class Contender:
             process.kill()
 
 
-def _start(name: str, context: Any, calls: list[tuple]) -> Contender:
+def start(name: str, context: Any, calls: list[tuple]) -> Contender:
     processes, connections = [], []
     for function, *arguments in calls:
         ours, theirs = context.Pipe()
@@ -165,7 +164,7 @@ def _start(name: str, context: Any, calls: list[tuple]) -> Contender:
     return Contender(name, processes, connections)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -175,11 +174,11 @@ def compare(config: Config, pairs: int) -> dict[str, Any]:
     """Alternate the two for `pairs` counted steps each; seconds, ratios and losses."""
     world_size = config.model_parallel_size
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     os.environ["OMP_NUM_THREADS"] = "1"
-    ours = _start("ours", context, [(run_rank, config, rank, world_size, port) for rank in range(world_size)])
+    ours = start("ours", context, [(run_rank, config, rank, world_size, port) for rank in range(world_size)])
     os.environ["OMP_NUM_THREADS"] = str(world_size)
-    theirs = _start("transformers", context, [(run_transformers, config, world_size)])
+    theirs = start("transformers", context, [(run_transformers, config, world_size)])
     try:
         for contender in (ours, theirs):
             contender.wait_until_ready()

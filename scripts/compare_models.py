@@ -25,8 +25,9 @@ class Row:
     answer: str
 
 
-def read_losses(path: Path, split: str) -> tuple[dict, dict]:
-    """Returns the first and the last record of one evaluation set; ValueError names what is missing."""
+def read_losses(path: Path, split: str, loss: str) -> tuple[dict, dict]:
+    """Returns iteration and loss of the first and the last record of one evaluation set; ValueError names what is
+    missing."""
     if not path.is_file():
         raise ValueError(f"--metrics {path} is not a file; it is the metrics.jsonl in the run's folder")
     records, splits = [], set()
@@ -35,7 +36,7 @@ def read_losses(path: Path, split: str) -> tuple[dict, dict]:
             record = json.loads(line)
             splits.add(record["split"])
             if record["split"] == split:
-                records.append({"iteration": int(record["iteration"]), "loss": float(record["loss"])})
+                records.append({"iteration": int(record["iteration"]), "loss": float(record[loss])})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: no metrics record ({error!r})") from None
     if len(records) < 2:
@@ -97,9 +98,9 @@ def answer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", promp
     return text if stopped else text + " ..."
 
 
-def format_table(rows: list[Row], width: int) -> str:
+def format_table(rows: list[Row], width: int, loss: str) -> str:
     """Left-aligned columns; only the answer, the last one, is wrapped."""
-    header = Row("model", "eval loss", "answer")
+    header = Row("model", f"eval {loss}", "answer")
     model_width = max(len(row.model) for row in [header, *rows])
     loss_width = max(len(row.loss) for row in [header, *rows])
     answer_width = max(24, width - model_width - loss_width - 4)
@@ -123,6 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--after", type=Path, required=True, help="Hugging Face directory written by the run")
     parser.add_argument("--metrics", type=Path, required=True, help="the run's metrics.jsonl")
     parser.add_argument("--split", default="validation", help="evaluation set (default: validation)")
+    parser.add_argument("--loss", default="loss", help="which of the run's losses to show (default: loss)")
     parser.add_argument("--prompt", required=True, help="one user turn, given to both models")
     parser.add_argument("--max-new-tokens", type=int, default=60, help="length of an answer (default: 60)")
     return parser.parse_args()
@@ -136,7 +138,7 @@ def fail(error: Exception) -> NoReturn:
 def main() -> None:
     arguments = parse_arguments()
     try:
-        first, last = read_losses(arguments.metrics, arguments.split)
+        first, last = read_losses(arguments.metrics, arguments.split, arguments.loss)
         check_model("--after", arguments.after)
         if arguments.before is not None:
             check_model("--before", arguments.before)
@@ -166,7 +168,7 @@ def main() -> None:
     except (OSError, ValueError, SafetensorError) as error:
         fail(error)
     print(f"\nPrompt: {arguments.prompt}\n")
-    print(format_table(rows, min(shutil.get_terminal_size().columns, 110)))
+    print(format_table(rows, min(shutil.get_terminal_size().columns, 110), arguments.loss))
 
 
 if __name__ == "__main__":

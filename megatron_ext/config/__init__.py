@@ -2,7 +2,16 @@
 
 from megatron_ext.config.checks import check_files, check_layout
 from megatron_ext.config.command_line import Command, load_config, parse_command_line
-from megatron_ext.config.losses import CrossEntropyLoss, LossBase, LossConfig, ZLoss
+from megatron_ext.config.losses import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    ForwardKLLoss,
+    JSDLoss,
+    LossBase,
+    LossConfig,
+    ReverseKLLoss,
+    ZLoss,
+)
 from megatron_ext.config.messages import ConfigError
 from megatron_ext.config.schema import (
     CheckpointConfig,
@@ -14,6 +23,7 @@ from megatron_ext.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TeacherConfig,
     TrainingConfig,
 )
 from megatron_ext.config.yaml_file import config_to_yaml
@@ -25,7 +35,10 @@ __all__ = [
     "ConfigError",
     "CrossEntropyLoss",
     "DataConfig",
+    "DistillationLoss",
     "EvaluationConfig",
+    "ForwardKLLoss",
+    "JSDLoss",
     "LoggingConfig",
     "LogitsConfig",
     "LossBase",
@@ -33,6 +46,8 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ReverseKLLoss",
+    "TeacherConfig",
     "TrainingConfig",
     "ZLoss",
     "check_files",

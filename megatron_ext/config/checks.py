@@ -9,6 +9,7 @@ from megatron_ext.config.paths import file_problems
 from megatron_ext.config.schema import Config
 
 MAX_LISTED = 8  # numbers named in a remedy
+TOKEN_FILE_SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_layout(config: Config, world_size: int) -> None:
@@ -25,8 +26,12 @@ def check_files(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def training_problems(config: Config) -> list[str]:
-    """What training needs and other uses of a configuration (conversion, evaluation) do not."""
+def purpose_problems(config: Config) -> list[str]:
+    """What training needs, or an evaluation run, and other uses of a configuration (conversion) do not."""
+    if config.evaluation.eval_only:
+        if config.evaluation_sets:
+            return []
+        return ["data.valid_data_path is not set, as eval_only needs; give the JSONL file to evaluate on"]
     problems = []
     if config.data.train_data_path is None:
         problems.append("data.train_data_path is not set; give the JSONL file to train on")
@@ -42,6 +47,8 @@ def combination_problems(config: Config) -> list[str]:
         *_sequence_problems(config),
         *_recompute_problems(config),
         *_optimizer_problems(config),
+        *_teacher_problems(config),
+        *_evaluation_problems(config),
         *_unused_problems(config),
     ]
 
@@ -67,7 +74,9 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
             f"the ranks that experts are spread over; use {_one_of(_divisors(room))}"
         )
     samples = training.micro_batch_size * ranks
-    if training.global_batch_size % samples:
+    if config.evaluation.eval_only or config.data.packing:  # they have batches of their own
+        pass
+    elif training.global_batch_size % samples:
         problems.append(
             f"training.global_batch_size: {training.global_batch_size} is not divisible by "
             f"micro_batch_size {training.micro_batch_size} x data-parallel size {ranks} = {samples}; "
@@ -234,9 +243,59 @@ def _optimizer_problems(config: Config) -> list[str]:
     return problems
 
 
+def _teacher_problems(config: Config) -> list[str]:
+    """Losses against a teacher without one, a teacher that nothing asks, and two teachers at once."""
+    teacher, losses = config.teacher, config.distillation_losses
+    problems = []
+    if teacher.teacher_path is None and teacher.teacher_cache is None:
+        problems += [
+            f"losses.{name}: a loss of type {loss.type} needs a teacher; set teacher.teacher_path or "
+            f"teacher.teacher_cache, or leave {name} out"
+            for name, loss in losses.items()
+        ]
+    for name in ("teacher_path", "teacher_cache"):
+        value = getattr(teacher, name)
+        if value is not None and not losses:
+            problems.append(
+                f"teacher.{name}: {value} does nothing without a loss of type forward_kl, reverse_kl or jsd; "
+                f"add one to losses (weight 0: logged only), or leave {name} out"
+            )
+    if teacher.teacher_cache is None:
+        return problems
+    if teacher.teacher_path is not None:
+        problems.append(
+            f"teacher.teacher_cache: {teacher.teacher_cache} takes the place of a teacher, but teacher_path "
+            f"{teacher.teacher_path} is set too; leave one of them out"
+        )
+    problems += [
+        f"losses.{name}.top_k is not set, but teacher.teacher_cache holds the teacher's top k only; "
+        "set it to the top_k that the store was written with"
+        for name, loss in losses.items()
+        if loss.top_k is None
+    ]
+    return problems
+
+
+def _evaluation_problems(config: Config) -> list[str]:
+    evaluation, problems = config.evaluation, []
+    path = evaluation.per_token_outputs
+    if path is not None and not evaluation.eval_only:
+        problems.append(
+            f"evaluation.per_token_outputs: {path} does nothing without evaluation.eval_only; "
+            "set evaluation.eval_only, or leave evaluation.per_token_outputs out"
+        )
+    if path is not None and not path.endswith(TOKEN_FILE_SUFFIXES):
+        problems.append(
+            f"evaluation.per_token_outputs: {path} has no known kind of file; "
+            f"let its name end with {' or '.join(TOKEN_FILE_SUFFIXES)}"
+        )
+    return problems
+
+
 def _unused_problems(config: Config) -> list[str]:
     """Settings that would silently do nothing."""
     data, evaluation, checkpoint, logging = config.data, config.evaluation, config.checkpoint, config.logging
+    teacher = config.teacher
     valid, problems = data.valid_data_path, []
     keys = [data.messages_key, data.prompt_key, data.completion_key]
     if len(set(keys)) < len(keys):
@@ -253,10 +312,24 @@ def _unused_problems(config: Config) -> list[str]:
     pairs = (
         ("evaluation.eval_interval", evaluation.eval_interval, "data.valid_data_path", valid),
         ("evaluation.eval_before_training", evaluation.eval_before_training, "data.valid_data_path", valid),
+        (
+            "evaluation.overwrite",
+            evaluation.overwrite,
+            "evaluation.per_token_outputs",
+            evaluation.per_token_outputs,
+        ),
         ("checkpoint.save_interval", checkpoint.save_interval, "checkpoint.save", checkpoint.save),
         ("checkpoint.no_save_optim", checkpoint.no_save_optim, "checkpoint.save", checkpoint.save),
         ("checkpoint.finetune", checkpoint.finetune, "checkpoint.load", checkpoint.load),
         ("checkpoint.no_load_optim", checkpoint.no_load_optim, "checkpoint.load", checkpoint.load),
+        ("teacher.teacher_load", teacher.teacher_load, "teacher.teacher_path", teacher.teacher_path),
+        (
+            "teacher.teacher_tokenizer_path",
+            teacher.teacher_tokenizer_path,
+            "teacher.teacher_path",
+            teacher.teacher_path,
+        ),
+        ("teacher.teacher_bf16", teacher.teacher_bf16, "teacher.teacher_path", teacher.teacher_path),
         ("logging.wandb_exp_name", logging.wandb_exp_name, "logging.wandb_project", logging.wandb_project),
     )
     for name, value, needed, needed_value in pairs:

@@ -9,10 +9,10 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from megatron_ext.config.checks import combination_problems, training_problems
+from megatron_ext.config.checks import combination_problems, purpose_problems
 from megatron_ext.config.help import help_text
 from megatron_ext.config.messages import ConfigError, Problem, explain, suggest
-from megatron_ext.config.schema import DEFAULT_EVALUATION_SET, DEFAULT_RUN_NAME, Config
+from megatron_ext.config.schema import DEFAULT_EVALUATION_SET, DEFAULT_RUN_NAME, EVALUATION_SUFFIX, Config
 from megatron_ext.config.settings import (
     accepted,
     fields_of,
@@ -72,7 +72,7 @@ def parse_command_line(argv: Sequence[str]) -> Command:
     except ValidationError as error:
         problems += [_with_source(problem, file, flags) for problem in explain(error, Config)]
         raise ConfigError(problems) from None
-    problems += training_problems(config) + combination_problems(config)
+    problems += purpose_problems(config) + combination_problems(config)
     if problems:
         raise ConfigError(problems)
     return Command(_with_log_dir(config, options.config), options.print_config)
@@ -80,10 +80,13 @@ def parse_command_line(argv: Sequence[str]) -> Command:
 
 def _with_log_dir(config: Config, config_path: str | None) -> Config:
     """Settles the log folder, so that the written config.yaml says by itself where its run logs."""
-    if config.logging.log_dir is not None or config.checkpoint.save is not None:
+    evaluates = config.evaluation.eval_only
+    if config.logging.log_dir is not None or (config.checkpoint.save is not None and not evaluates):
         return config
-    name = Path(config_path).stem if config_path is not None else DEFAULT_RUN_NAME
-    logging = config.logging.model_copy(update={"log_dir": f"runs/{name}"})
+    file = Path(config_path or f"{DEFAULT_RUN_NAME}.yaml")
+    # the config.yaml of a run says nothing about the run, its folder does
+    name = file.absolute().parent.name if evaluates and file.name == "config.yaml" else file.stem
+    logging = config.logging.model_copy(update={"log_dir": f"runs/{name}{EVALUATION_SUFFIX if evaluates else ''}"})
     return config.model_copy(update={"logging": logging})
 
 

@@ -34,6 +34,7 @@ values:
 examples:
   torchrun --nproc-per-node 2 pretrain_sft.py --config examples/sft_smollm2.yaml
   torchrun --nproc-per-node 2 pretrain_sft.py --config examples/sft_smollm2.yaml --train-iters 50 --lr 1e-5
+  torchrun --nproc-per-node 2 pretrain_sft.py --config examples/sft_tiny.yaml --eval-only --load runs/sft_tiny
 """
 
 

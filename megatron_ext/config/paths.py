@@ -14,16 +14,23 @@ _SPECIAL = "a device, pipe or socket"
 def file_problems(config: Config) -> list[str]:
     """Paths that are missing, of the wrong kind, or not readable or writable."""
     data, checkpoint = config.data, config.checkpoint
-    problems = [*_model_problems(config), *_tokenizer_problems(config)]
+    model = config.model
+    problems = _model_problems("model.hf_path", model.hf_path, needs_weights=not model.random_init)
+    problems += _tokenizer_problems("model.tokenizer_path", model.tokenizer_path, config.tokenizer_path, "hf_path")
+    problems += _teacher_problems(config)
     if config.model.chat_template is not None:
         problems += _file_problem("model.chat_template", config.model.chat_template, "a jinja file")
-    if data.train_data_path is not None:
+    evaluates = config.evaluation.eval_only
+    if data.train_data_path is not None and not evaluates:
         problems += _file_problem("data.train_data_path", data.train_data_path, "a JSONL file")
     for name, path in config.evaluation_sets.items():
         field = "data.valid_data_path" if isinstance(data.valid_data_path, str) else f"data.valid_data_path.{name}"
         problems += _file_problem(field, path, "a JSONL file")
     if checkpoint.load is not None:
         problems += _directory_problem("checkpoint.load", checkpoint.load, "a directory of checkpoints")
+    if evaluates:
+        problems += _output_problem("logging.log_dir", str(config.log_directory))
+        return problems + _token_file_problems(config)
     if checkpoint.save is not None:
         problems += _output_problem("checkpoint.save", checkpoint.save)
     if checkpoint.save_hf is not None:
@@ -71,42 +78,65 @@ def why_no_file(path: str | Path) -> str | None:
     return f"is {_SPECIAL}, not a regular file" if path.exists() else "does not exist"
 
 
-def _model_problems(config: Config) -> list[str]:
-    model, path = config.model, Path(config.model.hf_path)
-    name = "model.hf_path"
-    wanted = "a directory with config.json" if model.random_init else "a Hugging Face directory or a .gguf file"
-    if why_no_path(model.hf_path):
-        return _unusable(name, model.hf_path)
+def _teacher_problems(config: Config) -> list[str]:
+    teacher, problems = config.teacher, []
+    if teacher.teacher_path is not None:
+        tokenizer = config.teacher_tokenizer_path
+        assert tokenizer is not None
+        problems += _model_problems(
+            "teacher.teacher_path",
+            teacher.teacher_path,
+            needs_weights=teacher.teacher_load is None,
+            otherwise="set teacher_load to a checkpoint with its weights",
+        )
+        problems += _tokenizer_problems(
+            "teacher.teacher_tokenizer_path", teacher.teacher_tokenizer_path, tokenizer, "teacher_path"
+        )
+    if teacher.teacher_load is not None:
+        problems += _directory_problem("teacher.teacher_load", teacher.teacher_load, "a directory of checkpoints")
+    if teacher.teacher_cache is not None:
+        problems += _directory_problem(
+            "teacher.teacher_cache", teacher.teacher_cache, "a directory written by scripts/cache_teacher.py"
+        )
+    return problems
+
+
+def _model_problems(
+    name: str, value: str, *, needs_weights: bool, otherwise: str = "set random_init true for random weights"
+) -> list[str]:
+    """`otherwise`: what else can be done where there are no weights."""
+    path = Path(value)
+    wanted = "a Hugging Face directory or a .gguf file" if needs_weights else "a directory with config.json"
+    if why_no_path(value):
+        return _unusable(name, value)
     if not path.exists():
         hint = ""
-        if not path.is_absolute() and model.hf_path.count("/") == 1 and not path.parent.exists():
-            hint = f" (`hf download {model.hf_path} --local-dir DIRECTORY` fetches a model of the hub)"
-        return [_missing(name, model.hf_path, wanted) + hint]
+        if not path.is_absolute() and value.count("/") == 1 and not path.parent.exists():
+            hint = f" (`hf download {value} --local-dir DIRECTORY` fetches a model of the hub)"
+        return [_missing(name, value, wanted) + hint]
     if path.is_file():
-        if path.suffix == ".gguf" or (model.random_init and path.suffix == ".json"):
+        if path.suffix == ".gguf" or (not needs_weights and path.suffix == ".json"):
             return _readable(name, path)
-        remedy = "a .gguf file or a directory" if not model.random_init else "config.json, a .gguf file or a directory"
-        also = ", or set random_init true for random weights" if path.suffix == ".json" else ""
-        return [f"{name}: {model.hf_path} is not a model file that can be read; give {remedy}{also}"]
+        remedy = "a .gguf file or a directory" if needs_weights else "config.json, a .gguf file or a directory"
+        also = f", or {otherwise}" if path.suffix == ".json" else ""
+        return [f"{name}: {value} is not a model file that can be read; give {remedy}{also}"]
     if not path.is_dir():
-        return [f"{name}: {model.hf_path} is {_SPECIAL}, not a regular file; give {wanted}"]
+        return [f"{name}: {value} is {_SPECIAL}, not a regular file; give {wanted}"]
     if unreadable := _readable(name, path):
         return unreadable
     if not (path / "config.json").is_file():
-        return [f"{name}: {model.hf_path} has no config.json; give {wanted}"]
-    if not model.random_init and not any(path.glob("*.safetensors")):
-        return [
-            f"{name}: {model.hf_path} has no *.safetensors file; give a directory that has some, "
-            "or set random_init true for random weights"
-        ]
+        return [f"{name}: {value} has no config.json; give {wanted}"]
+    if needs_weights and not any(path.glob("*.safetensors")):
+        return [f"{name}: {value} has no *.safetensors file; give a directory that has some, or {otherwise}"]
     return []
 
 
-def _tokenizer_problems(config: Config) -> list[str]:
-    path, name = Path(config.tokenizer_path), "model.tokenizer_path"
+def _tokenizer_problems(name: str, given: str | None, resolved: str, model_name: str) -> list[str]:
+    """`given` is the setting, `resolved` where the tokenizer is looked for, by default where the model is."""
+    path = Path(resolved)
     unusable = _unusable(name, str(path))
-    if config.model.tokenizer_path is None and (unusable or not (path.is_dir() or path.is_file())):
-        return []  # nothing of use is at hf_path, which is reported
+    if given is None and (unusable or not (path.is_dir() or path.is_file())):
+        return []  # nothing of use is where the model is, which is reported
     if unusable:
         return unusable
     if not path.exists():
@@ -121,9 +151,9 @@ def _tokenizer_problems(config: Config) -> list[str]:
             "or a .gguf file"
         ]
     if unreadable := _readable(name, path):
-        return unreadable if config.model.tokenizer_path is not None else []
+        return unreadable if given is not None else []
     if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        what = " is not set, and hf_path" if config.model.tokenizer_path is None else ""
+        what = f" is not set, and {model_name}" if given is None else ""
         return [f"{name}{what}: {path} has no tokenizer.json; give a directory with one, or a .gguf file"]
     return []
 
@@ -163,6 +193,25 @@ def _output_problem(name: str, value: str, must_be_new: bool = False) -> list[st
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"{name}: {value} cannot be written ({existing} is not writable); give another path"]
     return []
+
+
+def _token_file_problems(config: Config) -> list[str]:
+    """Whether the file of per-token outputs can be made, and nothing is lost by it."""
+    name, value = "evaluation.per_token_outputs", config.evaluation.per_token_outputs
+    if value is None:
+        return []
+    if unusable := _unusable(name, value):
+        return unusable
+    path = Path(value)
+    if path.exists():
+        if not path.is_file():
+            return [f"{name}: {value} is {'a directory' if path.is_dir() else _SPECIAL}; give the path of a new file"]
+        for set_name, rows in config.evaluation_sets.items():
+            if Path(rows).exists() and path.samefile(rows):
+                return [f"{name}: {value} is the evaluation set {set_name} itself; give the path of a new file"]
+        if not config.evaluation.overwrite:
+            return [f"{name}: {value} exists already; give another path, or replace it with --overwrite"]
+    return _output_problem(name, str(path.parent))
 
 
 def _unusable(name: str, value: str) -> list[str]:

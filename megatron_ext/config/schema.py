@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from megatron_ext.config.base import AutoOrTokens, Real, Section, name_setting, path_setting, refusal, setting
-from megatron_ext.config.losses import CrossEntropyLoss, LossConfig, check_loss_names
+from megatron_ext.config.losses import CrossEntropyLoss, DistillationLoss, LossConfig, check_loss_names
 from megatron_ext.config.messages import ConfigError, explain
 
 DEFAULT_EVALUATION_SET = "validation"
 DEFAULT_RUN_NAME = "sft"
+EVALUATION_SUFFIX = "_eval"  # of the log folder of an evaluation run
 
 
 class ModelConfig(Section):
@@ -109,7 +110,12 @@ class DataConfig(Section):
     prompt_key: str = name_setting("prompt", "key of a prompt/completion row that holds the prompt")
     completion_key: str = name_setting("completion", "key of a prompt/completion row that holds the trained answer")
     pad_to: Literal["longest", "seq_length"] = setting(
-        "longest", "pad micro-batches to the step's longest row, or always to seq_length"
+        "longest", "pad micro-batches to the step's longest sequence, or always to seq_length"
+    )
+    packing: bool = setting(
+        False,
+        "let rows share sequences, to pad less; a micro-batch is then one sequence of up to micro_batch_size times "
+        "seq_length tokens, and losses and gradients stay what they are",
     )
     shuffle: bool = setting(True, "visit the rows in another order, fixed by seed, in every epoch")
 
@@ -128,6 +134,24 @@ class DataConfig(Section):
             if not isinstance(path, str) or not path:
                 raise refusal(f"gives the set {name!r} the file {path!r}", "use the path of a JSONL file")
         return value
+
+
+class TeacherConfig(Section):
+    """The teacher of forward_kl, reverse_kl and jsd: a model beside the student, or what one said before."""
+
+    teacher_path: str | None = path_setting(
+        None, "Hugging Face directory or .gguf file of the teacher, of any depth and width (null: no teacher)"
+    )
+    teacher_load: str | None = path_setting(
+        None, "directory of Megatron checkpoints to take the teacher's weights from; teacher_path gives its config.json"
+    )
+    teacher_tokenizer_path: str | None = path_setting(
+        None, "directory or .gguf file of the teacher's tokenizer, which has to be the student's (null: teacher_path)"
+    )
+    teacher_bf16: bool | None = setting(None, "compute the teacher in bfloat16 (null: as the student; off: float32)")
+    teacher_cache: str | None = path_setting(
+        None, "directory written by scripts/cache_teacher.py to read the teacher's probabilities from"
+    )
 
 
 class LogitsConfig(Section):
@@ -184,7 +208,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """When the evaluation sets of data.valid_data_path are measured."""
+    """When and how the evaluation sets of data.valid_data_path are measured."""
 
     eval_interval: int | None = setting(
         None, "evaluate every so many iterations (null: only before and after)", unit="iterations", ge=1
@@ -194,6 +218,13 @@ class EvaluationConfig(Section):
     eval_micro_batch_size: int | None = setting(
         None, "sequences in one evaluation pass of one rank (null: micro_batch_size)", unit="sequences", ge=1
     )
+    eval_only: bool = setting(
+        False, "evaluate the weights of load, or without it those of hf_path, and train nothing; prints and eval.json"
+    )
+    per_token_outputs: str | None = path_setting(
+        None, "with eval_only: .parquet or .jsonl file for one row per sequence, with the values of its tokens"
+    )
+    overwrite: bool = setting(False, "replace the file of per_token_outputs if it exists")
 
 
 class CheckpointConfig(Section):
@@ -218,7 +249,9 @@ class LoggingConfig(Section):
     log_interval: int = setting(1, "log every so many iterations", unit="iterations", ge=1)
     token_metrics: bool = setting(False, "also report token_accuracy and entropy, means over the trained tokens")
     log_dir: str | None = path_setting(
-        None, "directory of metrics.jsonl and config.yaml (null: save, else runs/<name of the config file>)"
+        None,
+        "directory of metrics.jsonl and config.yaml (null: save, else runs/<name of the config file>; "
+        "with eval_only runs/<name>_eval)",
     )
     wandb_project: str | None = setting(None, "Weights & Biases project to report to (null: none)", min_length=1)
     wandb_exp_name: str | None = setting(None, "name of this run in the Weights & Biases project", min_length=1)
@@ -235,6 +268,7 @@ class Config(Section):
         {"lm_loss": CrossEntropyLoss(type="cross_entropy")},
         description="The losses, by metric name; by default lm_loss, a cross_entropy of weight 1.",
     )
+    teacher: TeacherConfig = TeacherConfig()
     logits: LogitsConfig = LogitsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
@@ -266,7 +300,7 @@ class Config(Section):
         return world_size // self.model_parallel_size
 
     def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches of each rank in one optimizer step."""
+        """Micro-batches of each rank in one optimizer step, if rows are not packed (then each step has its own)."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
 
     @property
@@ -276,6 +310,12 @@ class Config(Section):
         parallel = self.parallel
         context = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
         return context * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+    @property
+    def packing_multiple(self) -> int:
+        """What each sequence in a packed row is padded to a multiple of: CP cuts every one on its own, SP the row."""
+        context = self.parallel.context_parallel_size
+        return 2 * context if context > 1 else 1
 
     @property
     def evaluation_sets(self) -> dict[str, str]:
@@ -302,6 +342,24 @@ class Config(Section):
         return str(source.parent if source.suffix == ".json" else source)
 
     @property
+    def distillation_losses(self) -> dict[str, DistillationLoss]:
+        """The losses that need a teacher; weight 0 needs one too, to be logged."""
+        return {name: loss for name, loss in self.losses.items() if isinstance(loss, DistillationLoss)}
+
+    @property
+    def teacher_tokenizer_path(self) -> str | None:
+        """None without a teacher_path."""
+        teacher = self.teacher
+        if teacher.teacher_tokenizer_path is not None or teacher.teacher_path is None:
+            return teacher.teacher_tokenizer_path
+        source = Path(teacher.teacher_path)
+        return str(source.parent if source.suffix == ".json" else source)
+
+    @property
     def log_directory(self) -> Path:
-        """Folder of metrics.jsonl and config.yaml."""
-        return Path(self.logging.log_dir or self.checkpoint.save or f"runs/{DEFAULT_RUN_NAME}")
+        """Folder of metrics.jsonl and config.yaml; of an evaluation run, of metrics.jsonl and eval.json."""
+        if self.logging.log_dir is not None:
+            return Path(self.logging.log_dir)
+        if self.evaluation.eval_only:  # never the checkpoints' folder
+            return Path(f"runs/{DEFAULT_RUN_NAME}{EVALUATION_SUFFIX}")
+        return Path(self.checkpoint.save or f"runs/{DEFAULT_RUN_NAME}")

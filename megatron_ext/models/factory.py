@@ -35,12 +35,18 @@ from megatron_ext.platform.spec_provider import TorchSpecProvider
 
 
 def build_model(
-    hf: HFConfig, config: Config, parallel: ParallelContext, *, wrap_with_ddp: bool = True
+    hf: HFConfig,
+    config: Config,
+    parallel: ParallelContext,
+    *,
+    wrap_with_ddp: bool = True,
+    padded_vocab: int | None = None,
 ) -> list[MegatronModule]:
     """This rank's model chunks (several only with virtual stages), on its device, weights not yet set.
 
     Args:
         wrap_with_ddp: False gives bare chunks, for models that are not trained.
+        padded_vocab: rows of embedding and output layer over all TP ranks; None for `padded_vocab_size`.
     """
     platform = setup(parallel.device.type)
     transformer_config = build_transformer_config(hf, config, platform)
@@ -53,7 +59,7 @@ def build_model(
             transformer_layer_spec=_block_spec(
                 transformer_config, provider, parallel, chunk_index if interleaved else None
             ),
-            vocab_size=padded_vocab_size(hf, config),
+            vocab_size=padded_vocab_size(hf, config) if padded_vocab is None else padded_vocab,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel.is_first_stage and chunk_index == 0,
             post_process=parallel.is_last_stage and chunk_index == parallel.vp_size - 1,

@@ -47,6 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "path": path,
         "data": data,
+        "model": model,
         "state": state,
         "tokenizer": tokenizer,
         "logits": logits,
@@ -54,8 +55,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def evaluate_on_ranks(config: Any) -> float:
-    """The loss of the configured evaluation set, through the data pipeline and the wrapper."""
+def evaluate_on_ranks(config: Any) -> tuple[float, list[torch.Tensor]]:
+    """The loss of the configured evaluation set, through the data pipeline and the wrapper, and each row's logprobs."""
     from megatron_ext import platform
     from megatron_ext.data import load_run_data
     from megatron_ext.evaluation import Evaluator
@@ -72,7 +73,21 @@ def evaluate_on_ranks(config: Any) -> float:
     head = LossHead.from_config(config, VocabShard(parallel.pg.tp, hf.vocab_size))
     wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel)
     evaluator = Evaluator(data.evaluation, wrapper, config, parallel, pad_id=data.pad_id)
-    return evaluator.run()["validation"]["loss"]
+    result = evaluator.run(return_per_token_outputs=True)["validation"]
+    return result.metrics["loss"], [output["logprobs"] for output in result.loss_fn_outputs]
+
+
+def reference_logprobs(config: Any, model: Any) -> list[torch.Tensor]:
+    """transformers' log-probability of every target, one row at a time."""
+    from megatron_ext.data import load_run_data
+
+    samples = load_run_data(config).evaluation["validation"]
+    logprobs = []
+    for sample in (samples[i] for i in range(len(samples))):
+        with torch.no_grad():
+            every = model(torch.tensor([sample.input_ids])).logits[0].double().log_softmax(-1)
+        logprobs.append(every.gather(1, torch.tensor(sample.labels)[:, None]).squeeze(1))
+    return logprobs
 
 
 @pytest.mark.slow
@@ -107,8 +122,16 @@ def test_loss_on_real_rows(ranks, reference: dict[str, Any], layout: str) -> Non
         data={"train_data_path": rows, "valid_data_path": rows, "seq_length": 512},
         evaluation={"eval_micro_batch_size": 4},
     )
-    losses = ranks.run(world_size, evaluate_on_ranks, config, timeout=300)
+    answers = ranks.run(world_size, evaluate_on_ranks, config, timeout=300)
+    losses = [loss for loss, _ in answers]
     error = abs(losses[0] / reference["loss"] - 1)
     print(f"SmolLM2 {layout}: loss {losses[0]:.6f}, relative difference to transformers {error:.1e}")
     assert error <= 1e-4
     assert losses == [losses[0]] * world_size
+
+    expected = reference_logprobs(config, reference["model"])
+    for _, found in answers:
+        assert [len(logprobs) for logprobs in found] == [len(logprobs) for logprobs in expected]
+        largest = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+        assert largest <= 2e-3
+    print(f"SmolLM2 {layout}: largest difference of a logprob to transformers {largest:.1e}")

@@ -40,24 +40,15 @@ RESUMES = [
 def train(flags: list[str]) -> None:
     """What pretrain_sft.py does, inside the pool's process group."""
     from megatron_ext import platform
-    from megatron_ext.config import check_files, check_layout, load_config
-    from megatron_ext.data import load_run_data
-    from megatron_ext.models.hf_config import check_model_layout, load_hf_config
-    from megatron_ext.models.sources import open_source
+    from megatron_ext.config import load_config
     from megatron_ext.parallel import create_context
-    from megatron_ext.run_folder import check_load, check_save
+    from megatron_ext.preparation import prepare
     from megatron_ext.trainer import Trainer
 
     config = load_config(flags)
     parallel = create_context(config, platform.setup("cpu"))
-    check_layout(config, parallel.world_size)
-    check_files(config)
-    hf = load_hf_config(config.model.hf_path)
-    check_model_layout(hf, config)
-    check_load(config, hf)
-    check_save(config)
-    source = open_source(hf, config.model.random_init, config.training.seed)
-    Trainer(config, hf, source, load_run_data(config), parallel).train()
+    parts = prepare(config, world_size=parallel.world_size, makes_folders=False)
+    Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher).train()
 
 
 @pytest.fixture(scope="module")

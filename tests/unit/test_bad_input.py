@@ -233,7 +233,9 @@ def test_what_may_and_may_not_change_on_resume(toy: ToyRun, tmp_path: Path) -> N
 def test_settings_of_the_loss_head(refuse) -> None:
     assert "logits.chunk_tokens: 0 is too small; use auto or a whole number" in refuse("--chunk-tokens", "0")
     assert "--losses.NAME.label_smoothing" in refuse("--label-smoothing", "0.1")
-    assert "'kl' is not a known choice; use cross_entropy or z_loss" in refuse("--losses.b", "{type: kl}")
+    assert "'kl' is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd" in refuse(
+        "--losses.b", "{type: kl}"
+    )
     assert "chunk_tokens: 64 does nothing" in refuse("--chunk-tokens", "64", "--implementation", "materialized")
 
 
@@ -263,3 +265,45 @@ def test_log_file_that_is_a_directory(toy: ToyRun, refuse) -> None:
 @pytest.mark.parametrize("text", ["0", "abc", "-1"])
 def test_world_size_that_is_none(toy: ToyRun, refuse, text: str) -> None:
     assert "WORLD_SIZE" in refuse(world_size=text)
+
+
+# ---------------------------------------------------------------------------------------------- evaluation runs
+
+
+@pytest.fixture
+def refuse_evaluation(refuse, toy: ToyRun) -> Callable[..., str]:
+    return lambda **changes: refuse(**({"eval_only": "true", "train_data_path": None, "train_iters": None} | changes))
+
+
+def test_per_token_outputs_that_exist_or_cannot_be_written(refuse_evaluation, toy: ToyRun) -> None:
+    existing = toy.folder / "existing.parquet"
+    existing.write_text("somebody's work")
+    message = refuse_evaluation(per_token_outputs=existing)
+    assert f"evaluation.per_token_outputs: {existing} exists already" in message and "--overwrite" in message
+    assert "is the evaluation set" in refuse_evaluation(per_token_outputs=toy.valid_data, overwrite="true")
+    assert "known kind of file" in refuse_evaluation(per_token_outputs=toy.folder / "out.csv")
+    assert "cannot be a directory" in refuse_evaluation(per_token_outputs=existing / "out.jsonl")
+    long = toy.folder / ("x" * 249 + ".jsonl")  # a name of 255 bytes, but not while it is being written
+    long_message = refuse_evaluation(per_token_outputs=long, log_dir=toy.folder)
+    assert "evaluation.per_token_outputs" in long_message and "cannot be written" in long_message
+
+
+def test_per_token_outputs_in_a_folder_that_may_not_be_written(refuse_evaluation) -> None:
+    message = refuse_evaluation(per_token_outputs="/proc/out.jsonl")
+    assert "evaluation.per_token_outputs" in message and "cannot be written" in message
+
+
+def test_evaluation_needs_a_set_with_a_trained_token(refuse_evaluation, toy: ToyRun) -> None:
+    assert "data.valid_data_path is not set, as eval_only needs" in refuse_evaluation(valid_data_path=None)
+    long_question = json.dumps(
+        {"messages": [{"role": "user", "content": "one " * 40}, {"role": "assistant", "content": "two"}]}
+    )
+    path = rows(toy.folder, long_question)
+    message = refuse_evaluation(valid_data_path=path)
+    assert "evaluation set validation" in message and str(path) in message and "seq_length 32" in message
+
+
+def test_evaluation_of_another_models_checkpoint(refuse_evaluation, toy: ToyRun) -> None:
+    empty = toy.folder / "no_checkpoint"
+    empty.mkdir(exist_ok=True)
+    assert "holds no checkpoint" in refuse_evaluation(load=empty)

@@ -16,7 +16,10 @@ def config_of(**leaves: Any) -> Config:
     """A configuration of settings named by their leaves."""
     values: dict[str, dict[str, Any]] = {"model": {"hf_path": "m"}, "training": {"train_iters": 10}}
     for name, value in leaves.items():
-        values.setdefault(settings(Config)[name].section, {})[name] = value
+        if name == "losses":
+            values[name] = value
+        else:
+            values.setdefault(settings(Config)[name].section, {})[name] = value
     return Config.from_dict(values)
 
 
@@ -35,6 +38,10 @@ LAYOUTS = [  # settings, world size, the problem (or None)
     ({}, 3, "training.global_batch_size: 8 is not divisible by micro_batch_size 1 x data-parallel size 3 = 3; use 6 or 9, or another micro_batch_size"),
     ({"micro_batch_size": 5, "global_batch_size": 4}, 1, "training.global_batch_size: 4 is not divisible by micro_batch_size 5 x data-parallel size 1 = 5; use 5, or another micro_batch_size"),
     ({"micro_batch_size": 2, "global_batch_size": 12}, 3, None),
+    ({"eval_only": True, "micro_batch_size": 5}, 3, None),
+    ({"eval_only": True, PP: 2, VPP: 2, "global_batch_size": 3}, 2, None),
+    ({"packing": True, "micro_batch_size": 5, "global_batch_size": 7}, 3, None),
+    ({"packing": True, PP: 2, VPP: 2, "global_batch_size": 3}, 4, None),
     ({PP: 2, VPP: 2, "global_batch_size": 6}, 2, None),
     ({PP: 2, VPP: 2, "global_batch_size": 6}, 4, "training.global_batch_size: 6 gives each rank 3 micro-batches, but the interleaved schedule takes only multiples of pipeline_model_parallel_size 2; use 4 or 8, or leave out virtual_pipeline_model_parallel_size"),
     ({PP: 2, "global_batch_size": 6}, 4, None),
@@ -59,6 +66,9 @@ def test_layouts(leaves: dict[str, Any], world_size: int, problem: str | None) -
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+KL = {"lm_loss": {"type": "cross_entropy"}, "kl": {"type": "forward_kl"}}
+LOGGED_KL = {"lm_loss": {"type": "cross_entropy"}, "kl": {"type": "jsd", "weight": 0}}
+TOP_KL = {"kl": {"type": "reverse_kl", "top_k": 8, "tail": "bucket"}}
 COMBINATIONS = [  # settings, the start of each problem
     ({TP: 2, "sequence_parallel": True}, []),
     ({"sequence_parallel": True}, ["parallel.sequence_parallel: true has nothing to split over with tensor_model_parallel_size 1; use"]),
@@ -109,9 +119,26 @@ COMBINATIONS = [  # settings, the start of each problem
     ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, ["optimizer.lr_warmup_iters: 5 is not below lr_decay_iters 5"]),
     ({"optimizer": "sgd"}, []),
     ({"optimizer": "sgd", "use_distributed_optimizer": True}, ["optimizer.use_distributed_optimizer: true works only with adam, not sgd; use"]),
+    # a teacher and the losses that need one
+    ({"losses": KL, "teacher_path": "t"}, []),
+    ({"losses": LOGGED_KL, "teacher_path": "t", "teacher_load": "c", "teacher_tokenizer_path": "k", "teacher_bf16": True}, []),
+    ({"losses": TOP_KL, "teacher_path": "t"}, []),
+    ({"losses": TOP_KL, "teacher_cache": "s"}, []),
+    ({"losses": KL}, ["losses.kl: a loss of type forward_kl needs a teacher; set teacher.teacher_path or teacher.teacher_cache, or leave kl out"]),
+    ({"losses": LOGGED_KL}, ["losses.kl: a loss of type jsd needs a teacher; set"]),
+    ({"teacher_path": "t"}, ["teacher.teacher_path: t does nothing without a loss of type forward_kl, reverse_kl or jsd; add one to losses (weight 0: logged only), or leave teacher_path out"]),
+    ({"teacher_cache": "s"}, ["teacher.teacher_cache: s does nothing without a loss of type forward_kl, reverse_kl or jsd; add"]),
+    ({"losses": TOP_KL, "teacher_path": "t", "teacher_cache": "s"}, ["teacher.teacher_cache: s takes the place of a teacher, but teacher_path t is set too; leave one"]),
+    ({"losses": KL, "teacher_cache": "s"}, ["losses.kl.top_k is not set, but teacher.teacher_cache holds the teacher's top k only; set"]),
+    ({"losses": TOP_KL, "teacher_cache": "s", "teacher_load": "c", "teacher_tokenizer_path": "k", "teacher_bf16": True}, ["teacher.teacher_load: c does nothing without teacher.teacher_path; set", "teacher.teacher_tokenizer_path: k does nothing without teacher.teacher_path; set", "teacher.teacher_bf16: true does nothing without teacher.teacher_path; set"]),
     # settings that would do nothing
     ({"valid_data_path": "v", "eval_interval": 2, "eval_before_training": True}, []),
     ({"eval_interval": 2, "eval_before_training": True}, ["evaluation.eval_interval: 2 does nothing without data.valid_data_path; set", "evaluation.eval_before_training: true does nothing without data.valid_data_path; set"]),
+    ({"eval_only": True, "valid_data_path": "v", "per_token_outputs": "o.parquet", "overwrite": True}, []),
+    ({"eval_only": True, "valid_data_path": "v", "per_token_outputs": "o.jsonl"}, []),
+    ({"eval_only": True, "valid_data_path": "v", "per_token_outputs": "o.csv"}, ["evaluation.per_token_outputs: o.csv has no known kind of file; let its name end with .parquet or .jsonl"]),
+    ({"per_token_outputs": "o.jsonl"}, ["evaluation.per_token_outputs: o.jsonl does nothing without evaluation.eval_only; set"]),
+    ({"overwrite": True}, ["evaluation.overwrite: true does nothing without evaluation.per_token_outputs; set"]),
     ({"save": "s", "save_interval": 2, "no_save_optim": True}, []),
     ({"save_interval": 2, "no_save_optim": True}, ["checkpoint.save_interval: 2 does nothing without checkpoint.save; set", "checkpoint.no_save_optim: true does"]),
     ({"load": "s", "finetune": True, "no_load_optim": True}, []),

@@ -73,7 +73,8 @@ def sample(setting: Setting) -> tuple[tuple[str, ...], Any]:
 @pytest.mark.parametrize("setting", settings(Config).values(), ids=lambda setting: setting.path)
 def test_every_setting_has_a_flag_in_all_spellings(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     # Here only the flags matter: the values tried need not go together.
-    monkeypatch.setattr("megatron_ext.config.command_line.combination_problems", lambda config: [])
+    for check in ("combination_problems", "purpose_problems"):
+        monkeypatch.setattr(f"megatron_ext.config.command_line.{check}", lambda config: [])
     words, value = sample(setting)
     for flag in (
         setting.flag,
@@ -181,8 +182,8 @@ BAD_FLAGS = [  # flags, the start of the one problem
     (["--losses.lm_loss.wieght", "1"], "--losses.lm_loss.wieght is not a flag; did you mean --losses.lm_loss.weight?"),
     (["--losses.lm_loss.label_smothing", "1"], "--losses.lm_loss.label_smothing is not a flag; did you mean --losses.lm_loss.label_smoothing?"),
     (["--label-smoothing", "0.1"], "--label-smoothing is not a flag; label_smoothing belongs to an entry of losses: use --losses.NAME.label_smoothing"),
-    (["--losses.lm_loss.type"], "--losses.lm_loss.type needs a value; use cross_entropy or z_loss"),
-    (["--losses.lm_loss.type", "kl"], "losses.lm_loss.type: 'kl' is not a known choice; use cross_entropy or z_loss (--losses.lm_loss.type)"),
+    (["--losses.lm_loss.type"], "--losses.lm_loss.type needs a value; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
+    (["--losses.lm_loss.type", "kl"], "losses.lm_loss.type: 'kl' is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd (--losses.lm_loss.type)"),
     (["--losses.lm_loss.label_smoothing", "1"], "losses.lm_loss.label_smoothing: 1.0 is too large; use a number of at least 0 and below 1 (default 0.0) (--losses.lm_loss.label_smoothing)"),
     (["--losses.z", "{type: z_loss, label_smoothing: 0}"], "losses.z.label_smoothing is not a known key; the keys of losses.z (a z_loss) are type, weight (--losses.z)"),
     (["--chunk-tokens"], "--chunk-tokens needs a value; use auto or a whole number"),
@@ -214,7 +215,7 @@ BAD_FLAGS = [  # flags, the start of the one problem
     (["--save", ""], "checkpoint.save: the text is empty; use a path, or null (--save)"),
     (["--losses.aux", "3"], "losses.aux is 3, which is not a map of keys and values"),
     (["--losses.aux", "{type: "], "losses.aux is '{type: ', which is not a map of keys and values"),
-    (["--losses.aux.weight", "1"], "losses.aux.type is not set; use cross_entropy or z_loss"),
+    (["--losses.aux.weight", "1"], "losses.aux.type is not set; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
     (["--valid-data-path", "{train: x}"], "data.valid_data_path names a set 'train'"),
     (["--min-lr", "1"], "optimizer.min_lr: 1.0 is above lr 1e-05; use at most 1e-05"),
 ]  # fmt: skip
@@ -272,6 +273,28 @@ def test_logs_go_to_a_folder_named_after_the_file_unless_told_otherwise(file: Pa
     assert str(load_config(["--config", str(file), "--save", "out"]).log_directory) == "out"
     assert str(load_config(["--config", str(file), "--save", "out", "--log-dir", "l"]).log_directory) == "l"
     assert str(load_config(NEEDED).log_directory) == "runs/sft"
+
+
+def test_an_evaluation_run_logs_outside_of_the_checkpoints_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    file = folder / "config.yaml"
+    file.write_text("model: {hf_path: m}\ndata: {valid_data_path: v}\ncheckpoint: {save: runs/mine}\n")
+    command = ["--config", str(file), "--eval-only", "--load", "runs/mine"]
+    assert str(load_config(command).log_directory) == "runs/mine_eval"
+    assert str(load_config([*command, "--log-dir", "l"]).log_directory) == "l"
+    other = file.rename(folder / "other.yaml")
+    assert str(load_config(["--config", str(other), "--eval-only"]).log_directory) == "runs/other_eval"
+    assert (
+        str(load_config(["--hf-path", "m", "--valid-data-path", "v", "--eval-only"]).log_directory) == "runs/sft_eval"
+    )
+
+
+def test_an_evaluation_run_needs_sets_and_nothing_of_training() -> None:
+    assert problems_of("--hf-path", "m", "--eval-only") == [
+        "data.valid_data_path is not set, as eval_only needs; give the JSONL file to evaluate on"
+    ]
 
 
 def test_print_config_is_told_to_the_caller(file: Path) -> None:
@@ -370,7 +393,7 @@ def test_a_wrong_value_of_a_typed_loss_is_told_with_its_line(tmp_path: Path) -> 
     )
     assert problems_of("--config", str(path)) == [
         f"losses.a.label_smoothing: 1 is too large; use a number of at least 0 and below 1 (default 0.0) ({path}, line 12)",
-        f"losses.b.type: 'kl' is not a known choice; use cross_entropy or z_loss ({path}, line 13)",
+        f"losses.b.type: 'kl' is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd ({path}, line 13)",
         f"logits.chunk_tokens: 1.5 is not auto or a whole number; {TOKENS} ({path}, line 15)",
     ]
 
@@ -399,7 +422,7 @@ def test_help_lists_every_setting_under_its_section(monkeypatch: pytest.MonkeyPa
     assert any("[iterations; default 1]" in line for line in lines)
     text = " ".join(help_text().split())
     assert (
-        "--losses.NAME.type {cross_entropy,z_loss} kind of loss (cross_entropy: next-token cross-entropy; z_loss: "
+        "--losses.NAME.type {cross_entropy,z_loss,forward_kl,reverse_kl,jsd} kind of loss (cross_entropy: next-token cross-entropy; z_loss: "
         in text
     )
     assert "--losses.NAME.label_smoothing X of cross_entropy: share of the target spread evenly over" in text

@@ -54,6 +54,14 @@ GOOD = [
     {"valid_data_path": {"a": "rows.jsonl", "b": "rows.jsonl"}},
     {"load": "checkpoints", "save": "checkpoints"},
     {"save": "new/nested", "save_hf": "dir", "log_dir": "dir"},
+    {"eval_only": True, "train_data_path": "gone", "save": "rows.jsonl", "save_hf": "exported"},  # not of its concern
+    {"eval_only": True, "per_token_outputs": "new/out.parquet", "log_dir": "dir"},
+    {"eval_only": True, "per_token_outputs": "weights.bin", "overwrite": True},
+    {"teacher_path": "hf"},
+    {"teacher_path": "model.gguf", "teacher_tokenizer_path": "hf"},
+    {"teacher_path": "only_config", "teacher_load": "checkpoints", "teacher_tokenizer_path": "hf"},
+    {"teacher_path": "hf/config.json", "teacher_load": "checkpoints"},
+    {"teacher_cache": "dir"},
     {"save_hf": "new/export", "log_dir": "dir/deeper/still"},
 ]
 
@@ -131,6 +139,52 @@ BAD = [  # settings, the one problem with {here} for the current directory
         "checkpoint.save_hf: exported already holds files, which are never overwritten; give a new directory",
     ),
     (
+        {"teacher_path": "nope"},
+        "teacher.teacher_path: nope does not exist in {here}; give a Hugging Face directory or a .gguf file",
+    ),
+    (
+        {"teacher_path": "only_config", "teacher_tokenizer_path": "hf"},
+        "teacher.teacher_path: only_config has no *.safetensors file; give a directory that has some, or set "
+        "teacher_load to a checkpoint with its weights",
+    ),
+    (
+        {"teacher_path": "only_config", "teacher_load": "checkpoints"},
+        "teacher.teacher_tokenizer_path is not set, and teacher_path: only_config has no tokenizer.json; give",
+    ),
+    (
+        {"teacher_path": "hf", "teacher_tokenizer_path": "nope"},
+        "teacher.teacher_tokenizer_path: nope does not exist in {here}; give a Hugging Face",
+    ),
+    (
+        {"teacher_path": "hf", "teacher_load": "rows.jsonl"},
+        "teacher.teacher_load: rows.jsonl is a file; give a directory of checkpoints",
+    ),
+    (
+        {"teacher_cache": "nope"},
+        "teacher.teacher_cache: nope does not exist in {here}; give a directory written by scripts/cache_teacher.py",
+    ),
+    (
+        {"eval_only": True, "per_token_outputs": "weights.bin"},
+        "evaluation.per_token_outputs: weights.bin exists already; give another path, or replace it with --overwrite",
+    ),
+    (
+        {"eval_only": True, "per_token_outputs": "dir", "overwrite": True},
+        "evaluation.per_token_outputs: dir is a directory; give the path of a new file",
+    ),
+    (
+        {
+            "eval_only": True,
+            "valid_data_path": "rows.jsonl",
+            "per_token_outputs": "dir/../rows.jsonl",
+            "overwrite": True,
+        },
+        "evaluation.per_token_outputs: dir/../rows.jsonl is the evaluation set validation itself; give",
+    ),
+    (
+        {"eval_only": True, "per_token_outputs": "rows.jsonl/x.jsonl"},
+        "evaluation.per_token_outputs: rows.jsonl cannot be a directory, because rows.jsonl is a file; give another",
+    ),
+    (
         {"log_dir": "rows.jsonl"},
         "logging.log_dir: rows.jsonl cannot be a directory, because rows.jsonl is a file",
     ),
@@ -183,6 +237,9 @@ PATH_SETTINGS = [
     ("model.hf_path", "hf_path"),
     ("model.tokenizer_path", "tokenizer_path"),
     ("model.chat_template", "chat_template"),
+    ("teacher.teacher_path", "teacher_path"),
+    ("teacher.teacher_load", "teacher_load"),
+    ("teacher.teacher_cache", "teacher_cache"),
     ("data.train_data_path", "train_data_path"),
     ("data.valid_data_path", "valid_data_path"),
     ("checkpoint.load", "load"),

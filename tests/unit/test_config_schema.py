@@ -15,7 +15,16 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
-from megatron_ext.config import Config, ConfigError, CrossEntropyLoss, ZLoss, config_to_yaml
+from megatron_ext.config import (
+    Config,
+    ConfigError,
+    CrossEntropyLoss,
+    ForwardKLLoss,
+    JSDLoss,
+    ReverseKLLoss,
+    ZLoss,
+    config_to_yaml,
+)
 from megatron_ext.config.base import AutoOrTokens, Section
 from megatron_ext.config.base import setting as new_setting
 from megatron_ext.config.losses import RESERVED_LOSS_NAMES
@@ -33,8 +42,9 @@ parallel: {tensor_model_parallel_size: 1, sequence_parallel: false, pipeline_mod
   num_layers_in_last_pipeline_stage: null, context_parallel_size: 1, expert_model_parallel_size: 1,
   overlap_grad_reduce: false, overlap_param_gather: false, distributed_timeout_minutes: 10.0}
 data: {train_data_path: null, valid_data_path: null, seq_length: 1024, messages_key: messages, prompt_key: prompt,
-  completion_key: completion, pad_to: longest, shuffle: true}
+  completion_key: completion, pad_to: longest, packing: false, shuffle: true}
 losses: {lm_loss: {type: cross_entropy, weight: 1.0, label_smoothing: 0.0}}
+teacher: {teacher_path: null, teacher_load: null, teacher_tokenizer_path: null, teacher_bf16: null, teacher_cache: null}
 logits: {implementation: chunked, chunk_tokens: auto, logit_softcap: null, logit_scale: 1.0}
 optimizer: {optimizer: adam, lr: 1.0e-5, min_lr: 0.0, lr_decay_style: cosine, lr_warmup_iters: 0,
   lr_warmup_init: 0.0, lr_decay_iters: null, weight_decay: 0.0, adam_beta1: 0.9, adam_beta2: 0.95,
@@ -42,7 +52,7 @@ optimizer: {optimizer: adam, lr: 1.0e-5, min_lr: 0.0, lr_decay_style: cosine, lr
 training: {train_iters: null, micro_batch_size: 1, global_batch_size: 8, loss_reduction: token_mean, seed: 1234,
   bf16: false, device: auto}
 evaluation: {eval_interval: null, eval_before_training: false, eval_after_training: true,
-  eval_micro_batch_size: null}
+  eval_micro_batch_size: null, eval_only: false, per_token_outputs: null, overwrite: false}
 checkpoint: {save: null, load: null, save_interval: null, save_hf: null, finetune: false, no_load_optim: false,
   no_save_optim: false}
 logging: {log_interval: 1, token_metrics: false, log_dir: null, wandb_project: null, wandb_exp_name: null}
@@ -194,7 +204,7 @@ def test_a_value_is_taken(section: str, name: str, value: Any, kept: Any) -> Non
 
 REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"trainig": {}}, "trainig is not a known key; did you mean training?"),
-    ({"zzz": {}}, "zzz is not a known key; the sections are model, parallel, data, losses, logits, optimizer"),
+    ({"zzz": {}}, "zzz is not a known key; the sections are model, parallel, data, losses, teacher, logits, optimizer"),
     ({"lr": 1}, "lr is not known; lr belongs to the section optimizer (write optimizer: {lr: ...})"),
     ({"optimizer.lr": 1}, "optimizer.lr is not known; lr belongs to the section optimizer"),
     ({"learning_rate": 1}, "learning_rate is not a known key; did you mean optimizer.lr?"),
@@ -211,11 +221,11 @@ REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"optimizer": "adam"}, "optimizer is 'adam', which is not a map of keys and values; give it keys such as optimizer"),
     ({"losses": None}, "losses is empty (null); give it entries, or delete it"),
     ({"losses": {}}, "losses names no loss; use for example {lm_loss: {type: cross_entropy}}"),
-    ({"losses": {"a": {}}}, "losses.a.type is not set; use cross_entropy or z_loss"),
-    ({"losses": {"a": {"weight": 1}}}, "losses.a.type is not set; use cross_entropy or z_loss"),
-    ({"losses": {"a": {"type": 3}}}, "losses.a.type: 3 is not a known choice; use cross_entropy or z_loss"),
-    ({"losses": {"a": {"type": ["z_loss"]}}}, "losses.a.type: ['z_loss'] is not a known choice; use cross_entropy or z_loss"),
-    ({"losses": {"a": {"type": None}}}, "losses.a.type: null is not a known choice; use cross_entropy or z_loss"),
+    ({"losses": {"a": {}}}, "losses.a.type is not set; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
+    ({"losses": {"a": {"weight": 1}}}, "losses.a.type is not set; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
+    ({"losses": {"a": {"type": 3}}}, "losses.a.type: 3 is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
+    ({"losses": {"a": {"type": ["z_loss"]}}}, "losses.a.type: ['z_loss'] is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
+    ({"losses": {"a": {"type": None}}}, "losses.a.type: null is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
     ({"losses": {"a": None}}, "losses.a is empty (null); give it keys such as type, weight, or delete it"),
     ({"losses": {"a": "z_loss"}}, "losses.a is 'z_loss', which is not a map of keys and values; give it keys such as type, weight, or delete it"),
     ({"losses": ["z_loss"]}, "losses is ['z_loss'], which is not a map of keys and values; give it entries"),
@@ -229,6 +239,21 @@ REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": float("nan")}}}, "losses.a.label_smoothing: nan is not finite; use a number of at least 0 and below 1"),
     ({"losses": {"a": {"type": "cross_entropy", "label_smoothing": None}}}, "losses.a.label_smoothing: null is not a value of this setting; use a number of"),
     ({"losses": {"a": {"type": "cross_entropy", "label_smoothing_factor": 0.1}}}, "losses.a.label_smoothing_factor is not a known key; did you mean losses.a.label_smoothing?"),
+    ({"losses": {"a": {"type": "forward_kl", "temperature": 0}}}, "losses.a.temperature: 0 is too small; use a number above 0 (default 1.0)"),
+    ({"losses": {"a": {"type": "reverse_kl", "temperature": -1}}}, "losses.a.temperature: -1 is too small; use a number above 0 (default 1.0)"),
+    ({"losses": {"a": {"type": "jsd", "temperature": float("inf")}}}, "losses.a.temperature: inf is not finite; use a number above 0 (default 1.0)"),
+    ({"losses": {"a": {"type": "jsd", "beta": 0}}}, "losses.a.beta: 0 is too small; use a number above 0 and below 1 (default 0.5)"),
+    ({"losses": {"a": {"type": "jsd", "beta": 1}}}, "losses.a.beta: 1 is too large; use a number above 0 and below 1 (default 0.5)"),
+    ({"losses": {"a": {"type": "forward_kl", "beta": 0.5}}}, "losses.a.beta is not a known key; the keys of losses.a (a forward_kl) are type, weight, temperature"),
+    ({"losses": {"a": {"type": "forward_kl", "top_k": 0, "tail": "bucket"}}}, "losses.a.top_k: 0 is too small; use a whole number of at least 1"),
+    ({"losses": {"a": {"type": "forward_kl", "top_k": 8, "tail": "drop"}}}, "losses.a.tail: 'drop' is not a known choice; use renormalize, bucket or ignore, or null"),
+    ({"losses": {"a": {"type": "forward_kl", "top_k": 8}}}, "losses.a has top_k 8 and no tail, so what becomes of all other tokens is open; set tail to renormalize, bucket or ignore"),
+    ({"losses": {"a": {"type": "jsd", "tail": "bucket"}}}, "losses.a has tail bucket and no top_k, so there is no tail; set top_k, or leave tail out"),
+    ({"temperature": 2}, "temperature is not known; temperature belongs to an entry of losses"),
+    ({"losses": {"teacher_entropy": {"type": "z_loss"}}}, "losses names a loss 'teacher_entropy', a metric with another meaning; use another name"),
+    ({"teacher": {"teacher_pth": "t"}}, "teacher.teacher_pth is not a known key; did you mean teacher.teacher_path?"),
+    ({"teacher": {"teacher_path": ""}}, "teacher.teacher_path: the text is empty; use a path, or null"),
+    ({"teacher": {"teacher_bf16": "yes"}}, "teacher.teacher_bf16: 'yes' is not true or false; use true or false, or null"),
     ({"training": {"label_smoothing": 0.1}}, "training.label_smoothing is not known; label_smoothing belongs to an entry of losses (write losses: {NAME: {label_smoothing: ...}})"),
     ({"label_smoothing": 0.1}, "label_smoothing is not known; label_smoothing belongs to an entry of losses"),
     ({"optimizer": {"type": "adam"}}, "optimizer.type is not a known key; the keys of optimizer are optimizer, lr"),
@@ -236,7 +261,7 @@ REFUSED_PLACES = [  # the sections given, the start of the one message
     ({"logits": {"final_logit_softcapping": 30}}, "logits.final_logit_softcapping is not a known key; did you mean logits.logit_softcap?"),
     ({"chunk_tokens": 256}, "chunk_tokens is not known; chunk_tokens belongs to the section logits (write logits: {chunk_tokens: ...})"),
     ({"logits": None}, "logits is empty (null); give it keys such as implementation, chunk_tokens, logit_softcap"),
-    ({"losses": {"a": {"type": "kl"}}}, "losses.a.type: 'kl' is not a known choice; use cross_entropy or z_loss"),
+    ({"losses": {"a": {"type": "kl"}}}, "losses.a.type: 'kl' is not a known choice; use cross_entropy, z_loss, forward_kl, reverse_kl or jsd"),
     ({"losses": {"a": {"type": "cross_entropy", "weight": -1}}}, "losses.a.weight: -1 is too small; use a number of"),
     ({"losses": {"a": {"type": "cross_entropy", "wieght": 1}}}, "losses.a.wieght is not a known key; did you mean losses.a.weight?"),
     ({"losses": {"loss": {"type": "cross_entropy"}}}, "losses names a loss 'loss', a metric with another meaning; use another name, such as lm_loss"),
@@ -275,8 +300,16 @@ def test_the_names_of_what_is_reported_are_reserved() -> None:
     """Every key of a metrics record and of a per-token output."""
     written = {
         *("split", "iteration", "consumed_samples", "loss", "num_tokens", "num_input_tokens", "grad_norm", "lr"),
-        *("iteration_time_ms", "tokens_per_second", "token_accuracy", "entropy"),
-        *("logprobs", "elementwise_loss", "loss_mask", "sample_id", "token_ids"),
+        *(
+            "iteration_time_ms",
+            "tokens_per_second",
+            "token_accuracy",
+            "entropy",
+            "teacher_entropy",
+            "teacher_agreement",
+        ),
+        *("logprobs", "elementwise_loss", "loss_mask", "sample_id", "token_ids", "labels", "set", "mean_loss"),
+        *("perplexity", "sequences", "seconds", "negative_log_likelihood"),
     }
     assert written <= set(RESERVED_LOSS_NAMES)
 
@@ -287,6 +320,40 @@ def test_each_type_of_loss_is_built_from_its_name() -> None:
         "a": ZLoss(type="z_loss", weight=1e-4),
         "b": CrossEntropyLoss(type="cross_entropy", weight=1.0, label_smoothing=0.1),
     }
+
+
+def test_losses_against_a_teacher_are_built_from_their_names() -> None:
+    top_k = {"top_k": 8, "tail": "bucket"}
+    losses = {
+        "f": {"type": "forward_kl", "temperature": 2, "scale_by_temperature_squared": True},
+        "r": {"type": "reverse_kl", "weight": 0, **top_k},
+        "j": {"type": "jsd", "beta": 0.1},
+        "lm": {"type": "cross_entropy"},
+    }
+    config = config_of(losses=losses)
+    assert config.losses == {
+        "f": ForwardKLLoss(type="forward_kl", temperature=2.0, scale_by_temperature_squared=True),
+        "r": ReverseKLLoss(type="reverse_kl", weight=0.0, **top_k),
+        "j": JSDLoss(type="jsd", beta=0.1),
+        "lm": CrossEntropyLoss(type="cross_entropy"),
+    }
+    assert list(config.distillation_losses) == ["f", "r", "j"]
+    loss = config.losses["j"]
+    assert (loss.temperature, loss.scale_by_temperature_squared, loss.top_k, loss.tail) == (1.0, False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "tokenizer"),
+    [
+        ({}, None),
+        ({"teacher_path": "t"}, "t"),
+        ({"teacher_path": "t/config.json"}, "t"),
+        ({"teacher_path": "t/m.gguf"}, "t/m.gguf"),
+        ({"teacher_path": "t", "teacher_tokenizer_path": "k"}, "k"),
+    ],
+)
+def test_where_the_teachers_tokenizer_is(teacher: dict[str, Any], tokenizer: str | None) -> None:
+    assert config_of(teacher=teacher).teacher_tokenizer_path == tokenizer
 
 
 def test_problems_of_several_losses_are_told_at_once() -> None:
@@ -395,7 +462,9 @@ def test_batch_arithmetic() -> None:
 )
 def test_sequence_multiple(tp: int, sp: bool, cp: int, multiple: int) -> None:
     parallel = {"tensor_model_parallel_size": tp, "sequence_parallel": sp, "context_parallel_size": cp}
-    assert config_of(parallel=parallel).sequence_multiple == multiple
+    config = config_of(parallel=parallel)
+    assert config.sequence_multiple == multiple
+    assert config.packing_multiple == (2 * cp if cp > 1 else 1)
 
 
 def test_values_that_follow_from_others() -> None:
@@ -475,7 +544,11 @@ LOSSES = st.dictionaries(
         {"type": st.just("cross_entropy")},
         optional={"weight": st.floats(0, 1e300), "label_smoothing": st.floats(0, 1, exclude_max=True)},
     )
-    | st.fixed_dictionaries({"type": st.just("z_loss")}, optional={"weight": st.floats(0, 1e300)}),
+    | st.fixed_dictionaries({"type": st.just("z_loss")}, optional={"weight": st.floats(0, 1e300)})
+    | st.fixed_dictionaries(
+        {"type": st.just("jsd"), "top_k": st.integers(1, 100), "tail": st.sampled_from(["bucket", "ignore"])},
+        optional={"beta": st.floats(0, 1, exclude_min=True, exclude_max=True)},
+    ),
     min_size=1,
     max_size=3,
 )

@@ -6,7 +6,7 @@ import os
 import pytest
 from data_helpers import CHATML, LLAMA3, byte_level_tokenizer
 
-from megatron_ext.data import find_pad_id, load_tokenizer
+from megatron_ext.data import check_same_tokenizer, find_pad_id, load_tokenizer
 
 
 @pytest.fixture
@@ -69,3 +69,42 @@ def test_pad_id_falls_back_to_end_of_sequence_and_to_zero():
     assert find_pad_id(tokenizer) == tokenizer.convert_tokens_to_ids("</s>")
     assert find_pad_id(byte_level_tokenizer(CHATML)) == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert find_pad_id(byte_level_tokenizer(CHATML, eos=None)) == 0
+
+
+def test_tokenizers_are_compared_id_by_id(directory, tmp_path):
+    """A teacher's has to give the student's ids the same meaning; it may know more tokens, or fewer."""
+    check_same_tokenizer(directory, directory)
+    other = tmp_path / "other"
+    larger = byte_level_tokenizer(CHATML)
+    larger.add_tokens(["<one more>"])
+    larger.save_pretrained(other)
+    check_same_tokenizer(directory, other)
+    check_same_tokenizer(other, directory)
+
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    own, theirs = len(load_tokenizer(directory)), len(load_tokenizer(directory)) + 1
+    with pytest.raises(ValueError) as error:
+        check_same_tokenizer(directory, other)
+    message = str(error.value)
+    assert f"tokenizer_path {directory} ({own} tokens) and teacher_tokenizer_path {other} ({theirs} tokens)" in message
+    assert f"differ in 2 of them: {first!r} is 0 and 1, {second!r} is 1 and 0; give a teacher with" in message
+
+
+def test_an_id_with_another_token_is_a_difference(directory, tmp_path):
+    renamed = tmp_path / "renamed"
+    byte_level_tokenizer(CHATML).save_pretrained(renamed)
+    text = (renamed / "tokenizer.json").read_text()
+    (renamed / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|eot|>"))
+    config = (renamed / "tokenizer_config.json").read_text()
+    (renamed / "tokenizer_config.json").write_text(config.replace("<|im_end|>", "<|eot|>"))
+    with pytest.raises(ValueError, match=r"differ in 1 of them: \d+ is '<\|im_end\|>' and '<\|eot\|>'; give a teacher"):
+        check_same_tokenizer(directory, renamed)
+
+
+def test_a_teachers_tokenizer_that_cannot_be_loaded_is_named(directory, tmp_path):
+    with pytest.raises(ValueError, match=r"teacher_tokenizer_path: tokenizer path .*none does not exist"):
+        check_same_tokenizer(directory, tmp_path / "none")

@@ -14,6 +14,7 @@ from megatron_ext.config import Config
 from megatron_ext.metrics import MetricsLog, Stopwatch
 from megatron_ext.outputs import StepMetrics
 from megatron_ext.run_report import evaluation_line, progress_line
+from megatron_ext.token_weights import GlobalCounts
 
 MAIN, OTHER = SimpleNamespace(is_main=True), SimpleNamespace(is_main=False)
 
@@ -79,18 +80,21 @@ def test_stopwatch_leaves_pauses_out() -> None:
 
 
 def metrics(sums: list[float], counts: list[float]) -> StepMetrics:
+    """Two losses and one token metric; counts: denominator, sum of the mask, trained tokens, input tokens."""
     weights = {"a": 2.0, "b": 0.0}
-    return StepMetrics(weights, torch.tensor(sums, dtype=torch.float64), torch.tensor(counts, dtype=torch.float64))
+    of_batch = GlobalCounts(*torch.tensor(counts, dtype=torch.float64))
+    return StepMetrics(weights, ["accuracy"], torch.tensor(sums, dtype=torch.float64), of_batch)
 
 
 def test_metrics_combine_exactly() -> None:
     """Means of batches of unequal weight: 10 / 4 and 2 / 1 are 12 / 5 together, not the mean of 2.5 and 2."""
-    both = StepMetrics.combine([metrics([10.0, 4.0], [4.0, 5.0, 9.0]), metrics([2.0, 1.0], [1.0, 1.0, 3.0])])
-    assert dict(both) == pytest.approx({"a": 2.4, "b": 1.0, "loss": 4.8, "num_tokens": 6, "num_input_tokens": 12})
+    parts = [metrics([10.0, 4.0, 3.0], [4.0, 6.0, 5.0, 9.0]), metrics([2.0, 1.0, 1.0], [1.0, 2.0, 1.0, 3.0])]
+    expected = {"a": 2.4, "b": 1.0, "accuracy": 0.5, "loss": 4.8, "num_tokens": 6, "num_input_tokens": 12}
+    assert dict(StepMetrics.combine(parts)) == pytest.approx(expected)
 
 
 def test_metrics_without_a_weighted_token_are_0() -> None:
-    assert dict(metrics([0.0, 0.0], [0.0, 0.0, 7.0]))["loss"] == 0.0
+    assert dict(metrics([0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 7.0]))["loss"] == 0.0
 
 
 def test_lines_for_people() -> None:

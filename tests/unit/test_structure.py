@@ -9,15 +9,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "megatron_ext"
 # A module may import from its own layer's package and from layers above it in this list.
 LAYERS = [
-    {"config", "context_parallel"},
+    {"config", "context_parallel", "token_file", "run_lock"},
     {"platform"},
     {"parallel"},
-    {"models", "data", "losses"},
-    {"token_weights", "optimizer", "run_folder"},
-    {"outputs"},
+    {"models", "data", "losses", "teacher_cache"},
+    {"token_weights", "packed_rows", "gradient_accumulation", "optimizer", "run_folder"},
+    {"outputs", "checkpoint"},
+    {"teacher"},
+    {"cached_teacher"},
     {"model_wrapper"},
-    {"evaluation", "checkpoint", "metrics", "run_report"},
-    {"trainer"},
+    {"evaluation", "metrics", "run_report", "preparation", "token_rows"},
+    {"trainer", "eval_run", "cache_run"},
 ]
 LAYER_OF = {name: i for i, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(PACKAGE.rglob("*.py"))
