@@ -275,7 +275,8 @@ def test_weights_scale_the_total_and_0_only_logs(ranks, model, layout: str) -> N
     for name, gradient in plain.items():
         assert (gradients[name] - 0.75 * gradient).norm() < 1e-6 * gradient.norm()
     metrics, gradients = run(logged=0.0)
-    assert metrics["logged"] == plain_metrics["lm_loss"] and metrics["loss"] == 0.0
+    # without a gradient the softmax is measured in another way
+    assert metrics["logged"] == pytest.approx(plain_metrics["lm_loss"], rel=1e-7) and metrics["loss"] == 0.0
     assert all(not gradient.any() for gradient in gradients.values())
 
 
