@@ -49,6 +49,7 @@ def combination_problems(config: Config) -> list[str]:
         *_optimizer_problems(config),
         *_teacher_problems(config),
         *_evaluation_problems(config),
+        *_export_problems(config),
         *_unused_problems(config),
     ]
 
@@ -290,6 +291,21 @@ def _evaluation_problems(config: Config) -> list[str]:
             f"let its name end with {' or '.join(TOKEN_FILE_SUFFIXES)}"
         )
     return problems
+
+
+def _export_problems(config: Config) -> list[str]:
+    """What a Hugging Face model of these families cannot say."""
+    if config.checkpoint.save_hf is None:
+        return []
+    return [
+        f"logits.{name}: {value} cannot go with checkpoint.save_hf {config.checkpoint.save_hf}: the exported model "
+        f"would compute other logits; leave {name} out, or save_hf"
+        for name, value, default in (
+            ("logit_softcap", config.logits.logit_softcap, None),
+            ("logit_scale", config.logits.logit_scale, 1.0),
+        )
+        if value != default
+    ]
 
 
 def _unused_problems(config: Config) -> list[str]:

@@ -35,6 +35,7 @@ def check_arguments(
         raise ValueError(
             f"hidden has {hidden.size(-1)} features and weight {weight.size(1)}; both need the model's hidden size"
         )
+    check_types(labels, token_weights, hidden=hidden, weight=weight)
     ranks = shard.size if sequence_parallel else 1
     expected = (hidden.size(0) * ranks, *hidden.shape[1:-1])
     if tuple(labels.shape) != expected:
@@ -55,6 +56,17 @@ def check_arguments(
         )
     if validate:
         check_tokens(labels, token_weights, shard.vocab_size)
+
+
+def check_types(labels: torch.Tensor, token_weights: torch.Tensor | None, **floats: torch.Tensor) -> None:
+    """Raises ValueError for tensors of a kind that cannot be meant."""
+    for name, tensor in floats.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is of type {tensor.dtype}; use a floating-point type")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels are of type {labels.dtype}; token ids are int64")
+    if token_weights is not None and token_weights.requires_grad:
+        raise ValueError("token_weights require a gradient, which they do not get; detach them")
 
 
 def check_losses(losses: Mapping[str, Any], loss_weights: Mapping[str, float]) -> None:
@@ -109,13 +121,7 @@ def check_teacher(
     if teacher is None:
         raise ValueError(f"{names} compares with a teacher, but teacher is None; pass TeacherHidden or TeacherTopK")
     if isinstance(teacher, TeacherTopK):
-        if teacher.ids.shape[:-1] != labels.shape or teacher.ids.shape != teacher.log_probabilities.shape:
-            raise ValueError(
-                f"teacher: ids have the shape {tuple(teacher.ids.shape)}, log_probabilities "
-                f"{tuple(teacher.log_probabilities.shape)}; labels {tuple(labels.shape)} need k for each token"
-            )
-        for loss in comparing:
-            loss.check_top_k(teacher)
+        check_top_k(teacher, comparing, labels)
         return
     if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
@@ -127,3 +133,15 @@ def check_teacher(
             f"teacher: weight has the shape {tuple(teacher.weight.shape)}; it needs {weight.size(0)} rows, as the "
             f"student's, of its own {teacher.hidden.size(-1)} features"
         )
+
+
+def check_top_k(teacher: TeacherTopK, comparing: Iterable[TokenLoss], labels: torch.Tensor) -> None:
+    """Raises ValueError for a cached teacher of other tokens, or one that losses cannot do with."""
+    shapes = tuple(teacher.ids.shape), tuple(teacher.log_probabilities.shape), tuple(teacher.log_tail.shape)
+    if shapes != (shapes[0], shapes[0], tuple(labels.shape)) or shapes[0][:-1] != tuple(labels.shape):
+        raise ValueError(
+            f"teacher: ids have the shape {shapes[0]}, log_probabilities {shapes[1]}, log_tail {shapes[2]}; "
+            f"labels {tuple(labels.shape)} need k ids and log-probabilities, and one tail, for each token"
+        )
+    for loss in comparing:
+        loss.check_top_k(teacher)

@@ -309,6 +309,7 @@ class MadeInForward(torch.autograd.Function):
         return total, values
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, upstream: torch.Tensor, _values: Any):
         if ctx.used:
             raise RuntimeError(

@@ -61,7 +61,8 @@ def linear_losses(
         shard: the group that shares the vocabulary, and the vocabulary's true size.
         token_weights: like labels, float, not negative. Given, `total` = sum of weight * loss over tokens and losses
             is returned and differentiable, and its gradient is made in forward: backward can be called once. Tokens
-            of weight 0 are not computed (their values are 0), whatever their hidden states and labels are.
+            of weight 0 are not computed (their values are 0), whatever their hidden states and labels are. They
+            have no gradient of their own.
             Not given, `values` are differentiable, with any upstream gradient.
         loss_weights: weight of each loss in the total; default 1. A loss of weight 0 has a value and no gradient.
         tokens: int64 indices of the tokens to compute, for callers that know where token_weights is not 0 without

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_ext.losses.base import TokenLoss
-from megatron_ext.losses.checks import check_losses, check_tokens
+from megatron_ext.losses.checks import check_losses, check_tokens, check_top_k, check_types
 from megatron_ext.losses.cross_entropy import CrossEntropy
 from megatron_ext.losses.kernel import ChunkKernel
 from megatron_ext.losses.logits import LogitTransform
@@ -84,14 +84,22 @@ def logits_losses(
             f"labels have the shape {tuple(labels.shape)} and logits {tuple(logits.shape)}; "
             "use [tokens] and [tokens, vocab/tp]"
         )
+    check_types(labels, None, logits=logits)
     if validate:
         check_width(logits.size(-1), shard, "logits")
         check_tokens(labels, None, shard.vocab_size)
     trained = [weights[name] != 0 for name in losses]
     kernel = ChunkKernel(list(losses.values()), trained, shard, logits.size(-1), transform or LogitTransform())
-    missing = [name for name, loss in losses.items() if loss.needs_teacher] if teacher is None else []
-    if missing:
-        raise ValueError(f"losses: {missing} compare with a teacher, but teacher is None; pass its logits or top k")
+    comparing = {name: loss for name, loss in losses.items() if loss.needs_teacher}
+    if comparing and teacher is None:
+        raise ValueError(f"losses: {list(comparing)} compare with a teacher, but teacher is None; pass logits or top k")
+    if comparing and isinstance(teacher, TeacherTopK):
+        check_top_k(teacher, comparing.values(), labels)
+    elif comparing and teacher.shape != logits.shape:
+        raise ValueError(
+            f"teacher: logits have the shape {tuple(teacher.shape)}, the student's {tuple(logits.shape)}; "
+            "both need the same tokens and columns"
+        )
     if isinstance(teacher, TeacherTopK):
         return _FromLogits.apply(logits, labels, kernel, None, teacher.flatten())
     return _FromLogits.apply(logits, labels, kernel, teacher, None)

@@ -143,17 +143,19 @@ class TopK:
             return
         logits = tokens.logits / self.temperature
         if self.tail == "bucket":
-            # the bucket's share goes to its tokens as the softmax over them
-            others = (logits - self._part(tokens, "student_rest")[:, None]).exp_().mul_(of_outcomes[:, -1:])
+            # the bucket's share goes to its tokens as the softmax over them; no logit of theirs is above its logsumexp
+            shares = (logits - self._part(tokens, "student_rest")[:, None]).clamp_(max=0.0).exp_()
+            total = of_outcomes[:, -1]
         else:
             # tokens outside count in the denominator only
-            total = upstream / self.temperature
+            shares = (logits - self._part(tokens, "student_all")[:, None]).exp_()
             sums = self._comparison.outcomes_gradient(log_teacher, log_student, complete=False).sum(dim=1)
-            student_all = self._part(tokens, "student_all")
-            others = (logits - student_all[:, None]).exp_().mul_((-total * sums)[:, None])
-        here = others.gather(1, columns)
-        others.scatter_add_(1, columns, torch.where(held, of_outcomes[:, : self.k] - here, 0.0))
-        gradient.add_(others)
+            total = -sums * upstream / self.temperature
+        # the k tokens are no part of the rest: set to 0, as a difference of the two would lose all digits
+        outside = torch.where(held, 0.0, torch.inf).to(shares.dtype)
+        shares.scatter_reduce_(1, columns, outside, reduce="amin").mul_(total[:, None])
+        shares.scatter_add_(1, columns, torch.where(held, of_outcomes[:, : self.k], 0.0))
+        gradient.add_(shares)
 
 
 def _rest(logits: torch.Tensor, columns: torch.Tensor, held: torch.Tensor, *, with_all: bool) -> torch.Tensor:

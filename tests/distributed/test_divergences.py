@@ -276,3 +276,76 @@ def test_unsuitable_teachers_are_refused() -> None:
     for beta in (0.0, 1.0, -0.5, float("nan")):
         with pytest.raises(ValueError, match=r"beta: .* is not between 0 and 1"):
             JSD(beta)
+
+
+@pytest.mark.parametrize("gap", [10.0, 25.0, 100.0])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("tail", ["renormalize", "bucket", "ignore"])
+def test_a_student_that_is_surer_than_its_teacher(kind: str, beta: float, tail: str, gap: float) -> None:
+    """The student's logits at the teacher's k tokens are far above all others, the teacher's are not."""
+    from megatron_ext.losses import VocabShard, logits_losses
+
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(6, 300, generator=generator) for _ in range(2))
+    logits[:, :TOP] += gap
+    teacher[:, :TOP] += 8.0
+    logits.requires_grad_()
+    losses = {"kl": build(kind, beta, 1.0, TOP, tail)}
+    labels = torch.zeros(6, dtype=torch.int64)
+    values = logits_losses(logits, labels, losses, shard=VocabShard(None, 300), teacher=teacher)[0]
+    values.sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    log_q, log_p = exact.log_softmax(1), teacher.double().log_softmax(1)
+    ids = log_p.topk(TOP, dim=1).indices
+    q, p = log_q.gather(1, ids), log_p.gather(1, ids)
+    if tail == "renormalize":
+        q, p = q.log_softmax(1), p.log_softmax(1)
+    elif tail == "bucket":
+        rest = [side.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True) for side in (log_q, log_p)]
+        q, p = torch.cat((q, rest[0]), 1), torch.cat((p, rest[1]), 1)
+    if kind == "forward_kl":
+        expected = (p.exp() * (p - q)).sum(1)
+    elif kind == "reverse_kl":
+        expected = (q.exp() * (q - p)).sum(1)
+    else:
+        m = torch.logaddexp(p + torch.tensor(beta).double().log(), q + torch.tensor(1 - beta).double().log())
+        expected = beta * (p.exp() * (p - m)).sum(1) + (1 - beta) * (q.exp() * (q - m)).sum(1)
+    expected.sum().backward()
+    assert (values.double() - expected).norm() < 1e-5 * expected.norm()
+    assert (logits.grad.double() - exact.grad).norm() < 2e-5 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("tail", ["renormalize", "bucket", "ignore"])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_all_tokens_among_the_top(kind: str, beta: float, tail: str) -> None:
+    """With k the size of the vocabulary nothing is left for the tail."""
+    from megatron_ext.losses import VocabShard, logits_losses
+
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(6, 20, generator=generator) for _ in range(2))
+    logits.requires_grad_()
+    found = []
+    for top_k, kind_of_tail in ((20, tail), (None, None)):
+        losses = {"kl": build(kind, beta, 1.0, top_k, kind_of_tail)}
+        labels = torch.zeros(6, dtype=torch.int64)
+        values = logits_losses(logits, labels, losses, shard=VocabShard(None, 20), teacher=teacher)[0]
+        found.append((values.detach(), *torch.autograd.grad(values.sum(), logits)))
+    for restricted, full in zip(*found, strict=True):
+        torch.testing.assert_close(restricted, full, rtol=1e-5, atol=1e-6)
+
+
+def test_teachers_that_do_not_fit_logits_are_refused() -> None:
+    from megatron_ext.losses import ForwardKL, TeacherTopK, VocabShard, logits_losses
+
+    logits, labels = torch.randn(3, 10), torch.zeros(3, dtype=torch.int64)
+    ids, top, tail = torch.zeros(3, 2, dtype=torch.int64), torch.full((3, 2), -1.0), torch.full((3,), -2.0)
+    for loss, teacher, message in [
+        (ForwardKL(), torch.randn(3, 11), "both need the same tokens and columns"),
+        (ForwardKL(), TeacherTopK(ids, top, tail), "needs the teacher's whole distribution"),
+        (ForwardKL(2.0, top_k=2, tail="bucket"), TeacherTopK(ids, top, tail), "temperature: the loss has 2.0"),
+        (ForwardKL(top_k=2, tail="bucket"), TeacherTopK(ids, top, tail[:2]), "need k ids and log-probabilities"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            logits_losses(logits, labels, {"kl": loss}, shard=VocabShard(None, 10), teacher=teacher)
+    with pytest.raises(ValueError, match=r"logits is of type torch\.int64"):
+        logits_losses(torch.ones(3, 10, dtype=torch.int64), labels, {"kl": ForwardKL()}, shard=VocabShard(None, 10))

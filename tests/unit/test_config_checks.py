@@ -246,3 +246,13 @@ def test_schedules_that_megatron_refuses_are_refused_here_first() -> None:
 def test_a_world_without_ranks_is_refused(world_size: int) -> None:
     with pytest.raises(ConfigError, match=f"^WORLD_SIZE: {world_size} is not a number of ranks; start 1 rank or more"):
         check_layout(config_of(), world_size)
+
+
+def test_an_export_that_would_compute_other_logits_is_refused() -> None:
+    from megatron_ext.config.checks import combination_problems
+
+    values = {"model": {"hf_path": "m"}, "logits": {"logit_softcap": 30.0, "logit_scale": 0.5}}
+    assert combination_problems(Config.from_dict(values)) == []
+    problems = combination_problems(Config.from_dict({**values, "checkpoint": {"save": "a", "save_hf": "b"}}))
+    assert [problem.partition(":")[0] for problem in problems] == ["logits.logit_softcap", "logits.logit_scale"]
+    assert "the exported model would compute other logits" in problems[0]

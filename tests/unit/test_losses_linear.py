@@ -224,7 +224,7 @@ def test_automatic_chunks_bound_the_logits() -> None:
     hidden, weight, labels, token_weights = inputs(3000, 2, 20000, 20000)
     with Largest() as largest, torch.no_grad():
         linear_cross_entropy(hidden, weight, labels, token_weights)
-    assert 4 * 2**20 < largest.elements <= 64 * 2**20 / 4
+    assert 4 * 2**20 < largest.elements <= 88 * 2**20 / 4
 
 
 # ------------------------------------------------------------------------------------- what is left out
