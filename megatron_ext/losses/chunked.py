@@ -23,7 +23,7 @@ from megatron_ext.losses.weight_gradient import WeightGradient
 _AUTO_BYTES = {"cpu": 88 * 2**20}
 _AUTO_BYTES_ELSEWHERE = 512 * 2**20
 # Below so many tokens the products lose speed; chunks are multiples of the second number.
-_AUTO_LEAST, _AUTO_STEP = 128, 32
+_AUTO_LEAST, _AUTO_STEP = 256, 32
 
 ChunkTokens = int | Literal["auto"]
 

@@ -68,7 +68,8 @@ def linear_losses(
         tokens: int64 indices of the tokens to compute, for callers that know where token_weights is not 0 without
             asking the device.
         transform: scale and softcap of the logits; None for neither.
-        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 88 MiB on a CPU, 512 MiB elsewhere.
+        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 88 MiB on a CPU and 512 MiB
+            elsewhere, but takes 256 tokens at least.
         sequence_parallel: the hidden states are divided over the group along the sequence.
         gradient_scale: the upstream gradient that `total` will get, such as a loss scale of fp16. Any other upstream
             is exact too; knowing it keeps gradients in the range of a 16-bit type.
