@@ -17,8 +17,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import Config
@@ -29,6 +27,7 @@ from megatron_ext.losses import HeadInputs, LossHead, TeacherHidden, TeacherTopK
 from megatron_ext.outputs import MiniBatchResult, StepMetrics, TokenOutputs, empty_outputs
 from megatron_ext.packed_rows import bounds_of, packed_seq_params, packing_problem
 from megatron_ext.parallel import ParallelContext
+from megatron_ext.schedule import run_schedule
 from megatron_ext.token_weights import GlobalCounts, count_globally, token_weights
 
 
@@ -196,18 +195,16 @@ class MegatronModelWrapper:
             )
             return output, partial(self._loss_func, inputs, collector)
 
-        schedule = get_forward_backward_func(parallel.pp_size, parallel.vp_size if parallel.vp_size > 1 else None)
         b, s = micro_batches[0].input_ids.shape
         with torch.no_grad() if forward_only else nullcontext():
-            return schedule(
-                forward_step_func=forward_step,
-                data_iterator=[iter(prepared) for _ in self.model_chunks],
-                model=self.model_chunks,
-                num_microbatches=len(prepared),
-                seq_length=s,
+            return run_schedule(
+                forward_step,
+                prepared,
+                self.model_chunks,
+                parallel,
                 micro_batch_size=b,
+                seq_length=s,
                 forward_only=forward_only,
-                **self._schedule_groups(),
             )
 
     def _loss_func(
@@ -232,12 +229,6 @@ class MegatronModelWrapper:
 
     def _open_gate(self) -> TokenOutputs:
         return TokenOutputs(self.per_token_fields, self.parallel)
-
-    def _schedule_groups(self) -> dict[str, Any]:
-        groups: dict[str, Any] = {"pg_collection": self.parallel.pg}
-        if self.parallel.pp_size > 1:
-            groups["p2p_communicator"] = P2PCommunicator(self.parallel.pg.pp, get_model_config(self.model_chunks[0]))
-        return groups
 
     def _prepare(self, batch: MicroBatch, denominator: torch.Tensor, wants_all: bool) -> "_StageInputs":
         """This rank's part of a micro-batch, on its device."""

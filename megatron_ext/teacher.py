@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from megatron_ext.checkpoint import Checkpointer
@@ -24,6 +22,7 @@ from megatron_ext.models.transformer_config import padded_vocab_size
 from megatron_ext.models.weights import load_hf_weights
 from megatron_ext.parallel import ParallelContext
 from megatron_ext.run_folder import check_load
+from megatron_ext.schedule import run_schedule
 
 
 class StageInputs(Protocol):
@@ -178,19 +177,15 @@ class Teacher:
             )
             return output, loss_func
 
-        groups: dict[str, Any] = {"pg_collection": parallel.pg}
-        if parallel.pp_size > 1:
-            groups["p2p_communicator"] = P2PCommunicator(parallel.pg.pp, get_model_config(self.chunks[0]))
         b, local_s = inputs[0].input_ids.shape
-        get_forward_backward_func(parallel.pp_size, parallel.vp_size if parallel.vp_size > 1 else None)(
-            forward_step_func=forward_step,
-            data_iterator=[iter(inputs) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(inputs),
-            seq_length=local_s * parallel.cp_size,
+        run_schedule(
+            forward_step,
+            inputs,
+            self.chunks,
+            parallel,
             micro_batch_size=b,
+            seq_length=local_s * parallel.cp_size,
             forward_only=True,
-            **groups,
         )
         return kept if parallel.is_last_stage else None
 

@@ -65,12 +65,14 @@ class LinearProblem:
         return size, (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
     @property
-    def num_buffers(self) -> int:
-        """Chunks in work at once: with several ranks the next chunk's product hides the exchange of the last one's.
+    def in_work(self) -> int:
+        """Chunks in work at once: with several ranks the next chunk's product hides the exchange of the last one's."""
+        return 1 if self.shard.size == 1 else 2
 
-        Counted twice with a teacher, whose products lie beside the student's.
-        """
-        return (1 if self.shard.size == 1 else 2) * (2 if isinstance(self.teacher, TeacherHidden) else 1)
+    @property
+    def num_buffers(self) -> int:
+        """Products in memory at once: a teacher's lie beside the student's."""
+        return self.in_work * (2 if isinstance(self.teacher, TeacherHidden) else 1)
 
 
 def gather_sequence(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -109,11 +111,12 @@ class _Products:
         elif teacher is not None:
             self._top_k = teacher.flatten() if tokens is None else teacher.flatten().select(tokens)
         size, self.chunks = problem.chunks(self.hidden, weight.size(0))
-        in_work = 1 if problem.shard.size == 1 else 2
-        self._buffers = [self.hidden.new_empty(size, len(self.columns)) for _ in range(in_work)]
+        self._buffers = [self.hidden.new_empty(size, len(self.columns)) for _ in range(problem.in_work)]
         self._teacher_buffers: list[torch.Tensor] = []
         if self._teacher_hidden is not None:
-            self._teacher_buffers = [self._teacher_hidden.new_empty(size, len(self.columns)) for _ in range(in_work)]
+            self._teacher_buffers = [
+                self._teacher_hidden.new_empty(size, len(self.columns)) for _ in range(problem.in_work)
+            ]
         self._made = 0
 
     @property

@@ -13,7 +13,7 @@ LAYERS = [
     {"platform"},
     {"parallel"},
     {"models", "data", "losses", "teacher_cache"},
-    {"token_weights", "packed_rows", "gradient_accumulation", "optimizer", "run_folder"},
+    {"schedule", "token_weights", "packed_rows", "gradient_accumulation", "optimizer", "run_folder"},
     {"outputs", "checkpoint"},
     {"teacher"},
     {"cached_teacher"},
