@@ -12,15 +12,17 @@ from megatron_ext.losses.teacher import TeacherTopK
 
 # Through these the gradient is known without the loss's help:
 # dz = d/d(logsumexp) * softmax + d/d(label_logits) * onehot + d/d(mean_logits) / vocabulary
-SCALAR_STATISTICS = frozenset({"logsumexp", "label_logits", "mean_logits"})
+#    + d/d(forward_kl@1.0) * (softmax - teacher's softmax)
+FORWARD_KL = "forward_kl@1.0"
+SCALAR_STATISTICS = frozenset({"logsumexp", "label_logits", "mean_logits", FORWARD_KL})
 
 
 class TokenLoss(ABC):
     """One value per token, a function of the token's logits. Immutable; knows nothing of weights, masks and sums.
 
     Three ways to have a gradient, the first that fits:
-    1. `statistics` names scalar statistics only (logsumexp, label_logits, mean_logits): `value` is differentiated with
-       respect to those few numbers per token, and nothing more is asked of the loss;
+    1. `statistics` names scalar statistics only (logsumexp, label_logits, mean_logits, forward_kl@1.0): `value` is
+       differentiated with respect to those few numbers per token, and nothing more is asked of the loss;
     2. `has_gradient` is true: `add_gradient` writes the gradient with respect to the logits;
     3. otherwise `value`, as a function of `tokens.logits`, is differentiated by autograd, one chunk at a time.
     """

@@ -5,7 +5,7 @@ chunk's logits are at hand: three matrix products. Where any gradient may come p
 statistics only and backward makes the logits again: four products. Without a gradient: one product.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,15 +15,18 @@ import torch.distributed as dist
 from megatron_ext.losses.base import TokenLoss
 from megatron_ext.losses.kernel import ChunkKernel
 from megatron_ext.losses.logits import ChunkProducts, LogitTransform
+from megatron_ext.losses.measurement import Exponentials
 from megatron_ext.losses.teacher import Teacher, TeacherHidden, TeacherTopK
 from megatron_ext.losses.vocab_parallel import VocabShard
 from megatron_ext.losses.weight_gradient import WeightGradient
+from megatron_ext.losses.workspace import WORKSPACE
 
-# Memory for the logits of the chunks in work. A GPU needs larger products to be busy than a CPU core.
-_AUTO_BYTES = {"cpu": 88 * 2**20}
-_AUTO_BYTES_ELSEWHERE = 512 * 2**20
-# Below so many tokens the products lose speed; chunks are multiples of the second number.
-_AUTO_LEAST, _AUTO_STEP = 256, 32
+# Memory for the logits of the chunks in work, at least and at most; in between it is that of the weight's fp32
+# gradient, which is there anyway, and without a gradient twice that. Products lose speed when one side is much narrower
+# than the other, and a GPU needs larger ones to be busy than a CPU core.
+_AUTO_BYTES = {"cpu": (96 * 2**20, 512 * 2**20)}
+_AUTO_BYTES_ELSEWHERE = (512 * 2**20, 512 * 2**20)
+_AUTO_STEP = 32  # chunks are multiples of it
 
 ChunkTokens = int | Literal["auto"]
 
@@ -50,7 +53,7 @@ class LinearProblem:
         """[tokens, h] of the whole sequence, from this rank's part of it under sequence parallelism."""
         return (gather_sequence(hidden, self.shard) if self.sequence_parallel else hidden).flatten(0, -2)
 
-    def chunks(self, hidden: torch.Tensor, width: int) -> tuple[int, Iterator[slice]]:
+    def chunks(self, hidden: torch.Tensor, width: int, *, forward_only: bool = False) -> tuple[int, list[slice]]:
         """Tokens in a chunk, and the chunks of hidden [tokens, h].
 
         Decided by what is the same on every rank that shares the vocabulary, as chunks are what they exchange: by the
@@ -58,11 +61,17 @@ class LinearProblem:
         """
         size, num_tokens = self.chunk_tokens, len(hidden)
         if size == "auto":
-            room = _AUTO_BYTES.get(hidden.device.type, _AUTO_BYTES_ELSEWHERE) // self.num_buffers
-            size = room // (width * hidden.element_size()) // _AUTO_STEP * _AUTO_STEP
-            size = max(_AUTO_LEAST, size)
+            least, most = _AUTO_BYTES.get(hidden.device.type, _AUTO_BYTES_ELSEWHERE)
+            room = min(most, max(least, width * hidden.size(-1) * 4))
+            room *= 2 if forward_only else 1  # no gradient of the weight is there either
+            of_teacher = 0 if self.teacher_dtype is None else self.teacher_dtype.itemsize
+            column = self.in_work * (hidden.element_size() + of_teacher)  # bytes
+            steps = max(1, room // (width * column * _AUTO_STEP))
+            # as many chunks as that takes, of equal size
+            num_chunks = -(-num_tokens // (steps * _AUTO_STEP)) or 1
+            size = -(-num_tokens // (num_chunks * _AUTO_STEP)) * _AUTO_STEP
         size = max(1, min(size, num_tokens))
-        return size, (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
+        return size, [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     @property
     def in_work(self) -> int:
@@ -70,9 +79,9 @@ class LinearProblem:
         return 1 if self.shard.size == 1 else 2
 
     @property
-    def num_buffers(self) -> int:
-        """Products in memory at once: a teacher's lie beside the student's."""
-        return self.in_work * (2 if isinstance(self.teacher, TeacherHidden) else 1)
+    def teacher_dtype(self) -> torch.dtype | None:
+        """The type of a teacher's products, which lie in memory beside the student's; None without any."""
+        return self.teacher.hidden.dtype if isinstance(self.teacher, TeacherHidden) else None
 
 
 def gather_sequence(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
@@ -85,10 +94,11 @@ def gather_sequence(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 class _Products:
-    """Makes the products of chunks of tokens, in memory that is used again.
+    """Makes the products of chunks of tokens, in memory that is used again. A context: behind it no product is valid.
 
     Args:
         tokens: indices of the tokens to compute; None for all.
+        forward_only: no gradient is made of them, now or later.
     """
 
     def __init__(
@@ -98,6 +108,8 @@ class _Products:
         weight: torch.Tensor,
         labels: torch.Tensor,
         tokens: torch.Tensor | None = None,
+        *,
+        forward_only: bool = False,
     ) -> None:
         self.kernel = problem.kernel(weight.size(0))
         self.columns = _columns(weight, problem, hidden.dtype)  # [columns, h]
@@ -110,14 +122,20 @@ class _Products:
             self._teacher_columns = _columns(teacher.weight, problem, teacher.hidden.dtype)
         elif teacher is not None:
             self._top_k = teacher.flatten() if tokens is None else teacher.flatten().select(tokens)
-        size, self.chunks = problem.chunks(self.hidden, weight.size(0))
-        self._buffers = [self.hidden.new_empty(size, len(self.columns)) for _ in range(problem.in_work)]
-        self._teacher_buffers: list[torch.Tensor] = []
-        if self._teacher_hidden is not None:
-            self._teacher_buffers = [
-                self._teacher_hidden.new_empty(size, len(self.columns)) for _ in range(problem.in_work)
-            ]
+        size, self.chunks = problem.chunks(self.hidden, weight.size(0), forward_only=forward_only)
+        self._buffers, self._teacher_buffers = (
+            [] if of is None else [_borrow_product(size, len(self.columns), of) for _ in range(problem.in_work)]
+            for of in (self.hidden, self._teacher_hidden)
+        )
         self._made = 0
+
+    def __enter__(self) -> "_Products":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in (*self._buffers, *self._teacher_buffers):
+            WORKSPACE.give_back(buffer)
+        self._buffers, self._teacher_buffers = [], []
 
     @property
     def in_work(self) -> int:
@@ -137,6 +155,10 @@ class _Products:
 
     def top_k(self, chunk: slice) -> TeacherTopK | None:
         return None if self._top_k is None else self._top_k.select(chunk)
+
+
+def _borrow_product(num_rows: int, num_columns: int, of: torch.Tensor) -> torch.Tensor:
+    return WORKSPACE.borrow(num_rows, num_columns, of.dtype, of.device)
 
 
 def _select(hidden: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -173,21 +195,22 @@ def measure(
     weight: torch.Tensor,
     labels: torch.Tensor,
     tokens: torch.Tensor | None = None,
+    *,
+    forward_only: bool = True,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Values [losses, tokens] and statistics of the tokens: one matrix product, one collective for all chunks.
 
     Losses that need the logits for their value have one collective a chunk, and their own.
     """
-    with torch.no_grad():
-        made = _Products(problem, hidden, weight, labels, tokens)
+    with torch.no_grad(), _Products(problem, hidden, weight, labels, tokens, forward_only=forward_only) as made:
         kernel, shard = made.kernel, problem.shard
         if len(made.hidden) == 0:
             return hidden.new_zeros(len(problem.losses), 0, dtype=torch.float32), {}
-        partials = hidden.new_zeros(len(kernel.partials), len(made.hidden), dtype=torch.float32)
+        partials = hidden.new_zeros(kernel.num_partials, len(made.hidden), dtype=torch.float32)
         values, measured = [], []
         for chunk in made.chunks:
             products = made.make(chunk)
-            part = kernel.measure(products, made.labels[chunk], overwrite=not kernel.values_need_logits)
+            part, _ = kernel.measure(products, made.labels[chunk])
             partials[:, chunk] = part
             if kernel.values_need_logits:  # while the products are there
                 gathered, _ = shard.all_gather(part)
@@ -218,27 +241,30 @@ def measure_weighted(
 class _Gradients:
     """Collects the gradients of hidden states and weight, chunk by chunk."""
 
-    def __init__(
-        self, problem: LinearProblem, hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, *, wanted: Any
-    ) -> None:
+    def __init__(self, problem: LinearProblem, made: _Products, weight: torch.Tensor, *, wanted: Any) -> None:
         self.problem = problem
-        self.columns = columns
+        self.columns = made.columns
         of_hidden, of_weight = wanted
         # the sum over ranks is made in fp32
-        dtype = hidden.dtype if problem.shard.size == 1 else torch.float32
-        self.hidden = torch.zeros_like(hidden, dtype=dtype) if of_hidden else None
-        self.weight = WeightGradient(weight, len(columns)) if of_weight else None
+        dtype = made.hidden.dtype if problem.shard.size == 1 else torch.float32
+        self.hidden = torch.zeros_like(made.hidden, dtype=dtype) if of_hidden else None
+        self.weight = WeightGradient(weight, len(made.columns), len(made.chunks)) if of_weight else None
 
-    def add(self, chunk: slice, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
-        """`gradient` [tokens, columns] with respect to the chunk's products, `hidden` [tokens, h] of the chunk."""
+    def add(
+        self, chunk: slice, hidden: torch.Tensor, gradient: torch.Tensor, factor: torch.Tensor | None = None
+    ) -> None:
+        """`gradient` [tokens, columns] times `factor` [tokens] with respect to the chunk's products, `hidden`
+        [tokens, h] of the chunk."""
         if self.hidden is not None:
             into = self.hidden[chunk]
             if into.dtype == gradient.dtype:
                 torch.mm(gradient, self.columns, out=into)
             else:
                 into.copy_(gradient @ self.columns)
+            if factor is not None:
+                into.mul_(factor[:, None])
         if self.weight is not None:
-            self.weight.add(gradient, hidden)
+            self.weight.add(gradient, hidden if factor is None else (hidden * factor[:, None]).to(hidden.dtype))
 
     def reduce_hidden(self, tokens: torch.Tensor | None, shape: torch.Size) -> tuple[torch.Tensor | None, Any]:
         """The hidden's gradient in its own shape, and the work to wait for: ranks hold sums over their own columns."""
@@ -277,31 +303,31 @@ class MadeInForward(torch.autograd.Function):
         scaled = chosen_weights * problem.gradient_scale
         upstream = scaled * scaled.new_tensor(problem.loss_weights)[:, None]  # [losses, tokens]
         values = scaled.new_empty(len(problem.losses), len(made.labels))
-        gradients = _Gradients(problem, made.hidden, weight, made.columns, wanted=ctx.needs_input_grad[:2])
-        uses_exponentials = kernel.can_use_exponentials(hidden.dtype)
+        gradients = _Gradients(problem, made, weight, wanted=ctx.needs_input_grad[:2])
+        uses_exponentials = kernel.can_use_exponentials(hidden.dtype, problem.teacher_dtype)
         needs_products = kernel.values_need_logits or kernel.gradient_needs_logits
 
-        def finish(chunk: slice, products: ChunkProducts, partials: torch.Tensor, gathered: torch.Tensor, work: Any):
+        def finish(chunk: slice, products: ChunkProducts, left: Exponentials | None, gathered: torch.Tensor, work: Any):
             if work is not None:
                 work.wait()
             statistics = kernel.combine(
                 gathered, made.labels[chunk], products if needs_products else None, made.top_k(chunk)
             )
             values[:, chunk] = kernel.values(statistics)
-            local_maximum = partials[0] if uses_exponentials else None
-            kernel.replace_by_gradient(products, statistics, upstream[:, chunk], local_maximum=local_maximum)
-            gradients.add(chunk, made.hidden[chunk], products.student)
+            factor = kernel.replace_by_gradient(products, statistics, upstream[:, chunk], left=left)
+            gradients.add(chunk, made.hidden[chunk], products.student, factor)
 
         unfinished: list[tuple] = []
-        for chunk in made.chunks:
-            products = made.make(chunk)
-            partials = kernel.measure(products, made.labels[chunk], leave_exponentials=uses_exponentials)
-            gathered, work = problem.shard.all_gather(partials, async_op=True)
-            unfinished.append((chunk, products, partials, gathered, work))
-            if len(unfinished) == made.in_work:
-                finish(*unfinished.pop(0))
-        for rest in unfinished:
-            finish(*rest)
+        with made:
+            for chunk in made.chunks:
+                products = made.make(chunk)
+                partials, left = kernel.measure(products, made.labels[chunk], leave_exponentials=uses_exponentials)
+                gathered, work = problem.shard.all_gather(partials, async_op=True)
+                unfinished.append((chunk, products, left, gathered, work))
+                if len(unfinished) == made.in_work:
+                    finish(*unfinished.pop(0))
+            for rest in unfinished:
+                finish(*rest)
 
         ctx.hidden_gradient, ctx.work = gradients.reduce_hidden(tokens, hidden.shape)
         ctx.weight_gradient = gradients.weight
@@ -337,7 +363,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, problem: LinearProblem):
-        values, measured = measure(problem, hidden, weight, labels)
+        values, measured = measure(problem, hidden, weight, labels, forward_only=False)
         ctx.problem, ctx.names = problem, list(measured)
         ctx.save_for_backward(hidden, weight, labels, *measured.values())
         return values
@@ -352,13 +378,14 @@ class Recomputed(torch.autograd.Function):
         statistics = kernel.statistics(labels, dict(zip(ctx.names, measured, strict=True)))
         upstream = upstream * upstream.new_tensor(problem.loss_weights).ne(0)[:, None]
         ignored = (upstream == 0).all(dim=0)
-        gradients = _Gradients(problem, made.hidden, weight, made.columns, wanted=ctx.needs_input_grad[:2])
-        for chunk in made.chunks:
-            products = made.make(chunk)
-            part = statistics.rows(chunk)
-            kernel.replace_by_gradient(products, part, upstream[:, chunk], ignored=ignored[chunk])
-            # a gradient of 0 times a hidden state that is not finite would not be 0
-            gradients.add(chunk, made.hidden[chunk].masked_fill(ignored[chunk, None], 0.0), products.student)
+        gradients = _Gradients(problem, made, weight, wanted=ctx.needs_input_grad[:2])
+        with made:
+            for chunk in made.chunks:
+                products = made.make(chunk)
+                part = statistics.rows(chunk)
+                kernel.replace_by_gradient(products, part, upstream[:, chunk], ignored=ignored[chunk])
+                # a gradient of 0 times a hidden state that is not finite would not be 0
+                gradients.add(chunk, made.hidden[chunk].masked_fill(ignored[chunk, None], 0.0), products.student)
         of_hidden, work = gradients.reduce_hidden(None, hidden.shape)
         if work is not None:
             work.wait()

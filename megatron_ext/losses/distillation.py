@@ -55,12 +55,11 @@ class Divergence(TokenLoss):
         self.temperature = float(temperature)
         self.factor = self.temperature**2 if scale_by_temperature_squared else 1.0
         self.top_k = None if top_k is None or tail is None else TopK(top_k, tail, self.temperature, self)
-        both = {f"logsumexp@{self.temperature}", f"teacher_logsumexp@{self.temperature}"}
-        self.statistics = self.top_k.statistics if self.top_k else frozenset(both | self.full_statistics())
+        self.statistics = self.top_k.statistics if self.top_k else frozenset(self.full_statistics())
 
     @abstractmethod
     def full_statistics(self) -> set[str]:
-        """What the value over the whole vocabulary reads beside both sides' denominators."""
+        """What the value over the whole vocabulary reads. One name with @T brings both sides' logsumexp@T."""
 
     @abstractmethod
     def full_value(self, tokens: TokenStatistics) -> torch.Tensor:
@@ -190,7 +189,7 @@ class JSD(Divergence):
         return f"teacher_to_mixture@{self.temperature}@{self.beta}"
 
     def full_statistics(self) -> set[str]:
-        return {"logits"}
+        return {"logits", f"logsumexp@{self.temperature}"}
 
     def _gap(self, log_student: torch.Tensor, log_teacher: torch.Tensor) -> torch.Tensor:
         return (log_student - log_teacher).clamp_(-_LARGEST_GAP, _LARGEST_GAP)

@@ -45,8 +45,8 @@ def linear_losses(
     """Several losses of each token, from one pass over the logits hidden @ weight.T.
 
     The product is made in the hidden's type (a weight of another type is cast once), everything after it in fp32.
-    Gradients of the hidden states are rounded once to the hidden's type; those of the weight are summed over chunks
-    in fp32 and go to `weight.main_grad` where Megatron's DDP has made one.
+    Gradients of the hidden states have their type; those of the weight are summed over chunks in fp32 (of only two
+    16-bit chunks by the product itself) and go to `weight.main_grad` where Megatron's DDP has made one.
 
     Collectives over `shard.group`, by call: with token weights and a gradient, one small one a chunk ([3 to 6, chunk]
     numbers, hidden behind the next chunk's product) and one for the hidden's gradient; otherwise one small one in
@@ -68,8 +68,9 @@ def linear_losses(
         tokens: int64 indices of the tokens to compute, for callers that know where token_weights is not 0 without
             asking the device.
         transform: scale and softcap of the logits; None for neither.
-        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 88 MiB on a CPU and 512 MiB
-            elsewhere, but takes 256 tokens at least.
+        chunk_tokens: tokens in a chunk; "auto" bounds the logits in memory to 512 MiB, on a CPU to the size of the
+            weight's fp32 gradient where that is less, but not to less than 96 MiB; without a gradient twice that. On a
+            CPU the memory is kept for the next call.
         sequence_parallel: the hidden states are divided over the group along the sequence.
         gradient_scale: the upstream gradient that `total` will get, such as a loss scale of fp16. Any other upstream
             is exact too; knowing it keeps gradients in the range of a 16-bit type.

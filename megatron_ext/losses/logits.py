@@ -28,9 +28,12 @@ class LogitTransform:
             return product.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
         return product.mul_(self.scale) if self.scale != 1.0 else product
 
-    def apply(self, product: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-        """fp32 logits; without `copy` they may be the product's own memory, to be read only."""
-        return self.apply_(product.to(torch.float32, copy=copy or not self.is_identity))
+    def apply(self, product: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 logits, in `out` (fp32, maybe the product itself); without it they may be the product's own memory, to
+        be read only."""
+        if out is None:
+            return self.apply_(product.to(torch.float32, copy=not self.is_identity))
+        return self.apply_(out if out is product else out.copy_(product))
 
     def derivative(self, logits: torch.Tensor) -> torch.Tensor | float:
         """d logits / d x, as a function of the logits."""

@@ -26,7 +26,7 @@ class _FromLogits(torch.autograd.Function):
     ) -> torch.Tensor:
         teacher = None if teacher_logits is None else teacher_logits[:, : kernel.num_columns]
         products = kernel.products(logits[:, : kernel.num_columns], teacher)
-        gathered, _ = kernel.shard.all_gather(kernel.measure(products, labels))
+        gathered, _ = kernel.shard.all_gather(kernel.measure(products, labels)[0])
         statistics = kernel.combine(gathered, labels, products if kernel.values_need_logits else None, top_k)
         ctx.kernel, ctx.names, ctx.teacher = kernel, list(statistics.measured), teacher
         ctx.save_for_backward(logits, labels, *statistics.measured.values())

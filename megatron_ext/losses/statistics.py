@@ -18,11 +18,23 @@ from megatron_ext.losses.vocab_parallel import VocabShard
 _CACHED_ELEMENTS = 2**19
 
 
-def row_blocks(num_rows: int, num_columns: int, device: torch.device) -> Iterator[slice]:
-    """Rows to go through together: as many as a CPU's caches hold, all of them on a GPU."""
-    step = max(1, _CACHED_ELEMENTS // max(1, num_columns)) if device.type == "cpu" else max(1, num_rows)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
+def rows_at_once(logits: torch.Tensor, *, times: int = 1) -> int:
+    """Rows of [rows, columns] to go through together: as many as a CPU's caches hold, all of them on a GPU.
+
+    Args:
+        times: as much as that; for one operation over a row, which needs the caches for that row alone.
+    """
+    num_rows, num_columns = logits.shape
+    if logits.device.type != "cpu":
+        return max(1, num_rows)
+    return max(1, min(num_rows, times * _CACHED_ELEMENTS // max(1, num_columns)))
+
+
+def row_blocks(logits: torch.Tensor, step: int | None = None) -> Iterator[slice]:
+    """Slices of `step` rows, of `rows_at_once` if it is None."""
+    step = rows_at_once(logits) if step is None else step
+    for start in range(0, len(logits), step):
+        yield slice(start, min(start + step, len(logits)))
 
 
 class TokenStatistics:
@@ -78,8 +90,7 @@ class TokenStatistics:
     def blocks(self) -> Iterator[tuple[slice, "TokenStatistics"]]:
         """All tokens, so few at a time that what is computed of their logits stays in a CPU's caches."""
         assert self._products is not None
-        width = self._products.student.size(1)
-        for rows in row_blocks(len(self.labels), width, self.labels.device):
+        for rows in row_blocks(self._products.student):
             yield rows, self.rows(rows)
 
     @cached_property

@@ -4,13 +4,13 @@ All of them are sums over columns, so they are measured in the same pass as the 
 same collective. Names with @T hold at the temperature T, which divides both sides' logits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_ext.losses.logits import LogitTransform
-from megatron_ext.losses.vocab_parallel import VocabShard
+from megatron_ext.losses.vocab_parallel import LOWEST
 
 # Below any real logit: makes a probability of exactly 0, and no infinity to multiply it by.
 _NO_LOGIT = -1e30
@@ -62,64 +62,82 @@ class TeacherStatistics:
     student), reverse_kl@T = KL(student || teacher), teacher_entropy (at temperature 1), teacher_agreement.
     """
 
-    def __init__(self, wanted: Iterable[str], shard: VocabShard) -> None:
+    def __init__(self, wanted: Iterable[str]) -> None:
         wanted = set(wanted)
-        self.shard = shard
-        self.temperatures = sorted({float(name.split("@")[1]) for name in wanted if "@" in name})
-        self.forward = [t for t in self.temperatures if f"forward_kl@{t}" in wanted]
-        self.reverse = [t for t in self.temperatures if f"reverse_kl@{t}" in wanted]
         self.entropy = "teacher_entropy" in wanted
         self.agreement = "teacher_agreement" in wanted
-
-    def _measures_student(self, temperature: float) -> bool:
-        """Whether the student's own pass, at temperature 1, does not do."""
-        return temperature != 1.0 or temperature in self.reverse
+        temperatures = {float(name.split("@")[1]) for name in wanted if "@" in name} | (
+            {1.0} if self.entropy else set()
+        )
+        # 1 comes last: its exponentials are made in the logits' place
+        self.temperatures = sorted(temperatures, key=lambda temperature: (temperature == 1.0, temperature))
+        self.forward = [t for t in self.temperatures if f"forward_kl@{t}" in wanted]
+        self.reverse = [t for t in self.temperatures if f"reverse_kl@{t}" in wanted]
 
     @property
     def partials(self) -> list[str]:
         """Rows of the table of partial results, in addition to the student's own."""
-        if not (self.temperatures or self.entropy or self.agreement):
+        if not (self.temperatures or self.agreement):
             return []
         return [
             "teacher_maximum",
             *(f"teacher_denominator@{t}" for t in self.temperatures),
-            *(f"student_denominator@{t}" for t in self.temperatures if self._measures_student(t)),
+            *(f"student_denominator@{t}" for t in self.temperatures if t != 1.0),  # 1 is the student's own pass
             *(f"forward@{t}" for t in self.forward),
             *(f"reverse@{t}" for t in self.reverse),
-            *(["teacher_sum", "teacher_weighted"] if self.entropy else []),
+            *(["teacher_weighted"] if self.entropy else []),
             *(["student_at_best"] if self.agreement else []),
         ]
 
-    def measure(self, student: torch.Tensor, teacher: torch.Tensor, row: dict[str, torch.Tensor]) -> None:
+    def measure(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        row: dict[str, torch.Tensor],
+        scratch: Callable[[str], torch.Tensor],
+    ) -> None:
         """Fill in the rows.
 
         Args:
-            student: [rows, columns] fp32 logits less their maximum on this rank.
-            teacher: [rows, columns] fp32 logits; overwritten.
+            student: [rows, columns] fp32 logits less row["maximum"]; read only.
+            teacher: [rows, columns] fp32 logits; replaced by exp(logits - teacher_maximum) if 1 is a temperature.
+            scratch: gives memory [rows, columns] fp32 by name.
         """
         if self.agreement:
             maximum, best = teacher.max(dim=1)
             row["student_at_best"].copy_(student.gather(1, best[:, None]).squeeze(1) + row["maximum"])
         else:
             maximum = teacher.amax(dim=1)
+        maximum = maximum.clamp_(min=LOWEST)  # as the student's
         row["teacher_maximum"].copy_(maximum)
-        teacher.sub_(maximum[:, None]).clamp_(min=_NO_LOGIT)
-        if self.entropy:
-            exponentials = teacher.exp()
-            row["teacher_sum"].copy_(exponentials.sum(dim=1))
-            row["teacher_weighted"].copy_(exponentials.mul_(teacher).sum(dim=1))
+        teacher.sub_(maximum[:, None])
+        # for 0 * -inf; on a CPU it costs less to look whether there was one
+        looks = teacher.device.type == "cpu" and not self.entropy and not self.reverse
+        if not looks:
+            teacher.clamp_(min=_NO_LOGIT)
         for t in self.temperatures:
-            gap = teacher - student if t in self.forward or t in self.reverse else None
-            exponentials = _exponentials(teacher, t)
-            row[f"teacher_denominator@{t}"].copy_(exponentials.sum(dim=1))
+            if t in self.forward or t in self.reverse:
+                gap = torch.sub(teacher, student, out=scratch("gap"))
+            if t != 1.0 or t in self.reverse:
+                exponentials = _exponentials(student, t, scratch("exponentials"))
+                if t != 1.0:
+                    torch.sum(exponentials, dim=1, out=row[f"student_denominator@{t}"])
+                if t in self.reverse:
+                    torch.sum(exponentials.mul_(gap), dim=1, out=row[f"reverse@{t}"]).div_(-t)
+            if t != 1.0:
+                exponentials = _exponentials(teacher, t, scratch("exponentials"))
+            elif self.entropy:
+                exponentials = _exponentials(teacher, t, scratch("exponentials"))
+                torch.sum(teacher.mul_(exponentials), dim=1, out=row["teacher_weighted"])
+                exponentials = teacher.copy_(exponentials)
+            else:
+                exponentials = teacher.exp_()
+            torch.sum(exponentials, dim=1, out=row[f"teacher_denominator@{t}"])
             if t in self.forward:
-                row[f"forward@{t}"].copy_(exponentials.mul_(gap).sum(dim=1)).div_(t)
-            if not self._measures_student(t):
-                continue
-            exponentials = _exponentials(student, t)
-            row[f"student_denominator@{t}"].copy_(exponentials.sum(dim=1))
-            if t in self.reverse:
-                row[f"reverse@{t}"].copy_(exponentials.mul_(gap).sum(dim=1)).div_(-t)
+                total = gap.mul_(exponentials).sum(dim=1)
+                if looks and total.isnan().any():
+                    total = torch.where(exponentials > 0, gap, 0.0).sum(dim=1)
+                row[f"forward@{t}"].copy_(total).div_(t)
 
     def combine(self, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Statistics over the whole vocabulary, from every rank's partial results, [tp, tokens] each."""
@@ -130,7 +148,7 @@ class TeacherStatistics:
         measured = {}
         for t in self.temperatures:
             student_share, teacher_share = (student_shift / t).exp(), (teacher_shift / t).exp()
-            student_sum = part[f"student_denominator@{t}" if self._measures_student(t) else "denominator"]
+            student_sum = part["denominator" if t == 1.0 else f"student_denominator@{t}"]
             teacher_sum = part[f"teacher_denominator@{t}"]
             student_total = (student_share * student_sum).sum(dim=0)
             teacher_total = (teacher_share * teacher_sum).sum(dim=0)
@@ -147,8 +165,9 @@ class TeacherStatistics:
                 measured[f"reverse_kl@{t}"] = (student_share * sums).sum(dim=0) / student_total - offset
         if self.entropy:
             share = teacher_shift.exp()
-            total = (share * part["teacher_sum"]).sum(dim=0)
-            weighted = part["teacher_weighted"] + teacher_shift * part["teacher_sum"]
+            sums = part["teacher_denominator@1.0"]
+            total = (share * sums).sum(dim=0)
+            weighted = part["teacher_weighted"] + teacher_shift * sums
             measured["teacher_entropy"] = total.log() - (share * weighted).sum(dim=0) / total
         if self.agreement:
             best_rank = part["teacher_maximum"].argmax(dim=0, keepdim=True)
@@ -157,6 +176,6 @@ class TeacherStatistics:
         return measured
 
 
-def _exponentials(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """exp(logits / T), in memory of its own."""
-    return logits.exp() if temperature == 1.0 else (logits / temperature).exp_()
+def _exponentials(logits: torch.Tensor, temperature: float, out: torch.Tensor) -> torch.Tensor:
+    """exp(logits / T)."""
+    return torch.exp(logits, out=out) if temperature == 1.0 else torch.div(logits, temperature, out=out).exp_()

@@ -1,12 +1,13 @@
 """How tokens are divided into chunks, and the worked examples of the documentation."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ext.losses import LogitTransform, VocabShard, linear_losses
+from megatron_ext.losses import LogitTransform, TeacherHidden, VocabShard, linear_losses
 from megatron_ext.losses.chunked import LinearProblem
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "losses.md"
@@ -48,9 +49,23 @@ def test_chunks_cover_all_tokens_once(num_tokens: int, chunk_tokens: int | str) 
 
 
 def test_automatic_chunks_bound_the_memory() -> None:
-    sizes = [problem(0, 1, 49152).chunks(torch.empty(tokens, 1), 49152)[0] for tokens in (2048, 8192, 100_000)]
-    assert all(size * 49152 * 4 <= 88 * 2**20 for size in sizes)
-    assert min(sizes) > 200
+    """Whatever the number of tokens: 96 MiB, or the size of the weight's gradient, or 512 MiB."""
+    for features, limit in ((1, 96 * 2**20), (1024, 49152 * 1024 * 4), (8192, 512 * 2**20)):
+        for tokens in (2048, 8192, 100_000):
+            size, chunks = problem(0, 1, 49152).chunks(torch.empty(tokens, features), 49152)
+            assert limit / 2 < size * 49152 * 4 <= limit
+            assert {chunk.stop - chunk.start for chunk in chunks[:-1]} <= {size}
+            assert size - 32 * len(chunks) < chunks[-1].stop - chunks[-1].start <= size
+
+
+@pytest.mark.parametrize(("dtype", "teacher_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
+def test_a_teachers_logits_share_the_memory(dtype: str, teacher_dtype: str) -> None:
+    types = getattr(torch, dtype), getattr(torch, teacher_dtype)
+    teacher = TeacherHidden(torch.empty(5000, 1, dtype=types[1]), torch.empty(1, 1))
+    of = dataclasses.replace(problem(0, 1, 49152), teacher=teacher)
+    size, _ = of.chunks(torch.empty(5000, 1, dtype=types[0]), 49152)
+    bytes_at_once = size * 49152 * sum(each.itemsize for each in types)
+    assert 48 * 2**20 < bytes_at_once <= 96 * 2**20
 
 
 def examples() -> dict[str, type]:
