@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.token_file import TokenFile
-from toy_run import ToyRun, read_metrics, write_toy_data, write_toy_model
+from toy_run import ToyRun, read_metrics, write_toy_data, write_toy_model, write_toy_teacher
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -166,6 +166,64 @@ def test_several_losses_and_their_arrays(ranks, toy: ToyRun) -> None:
     mask = np.concatenate([row.values["loss_mask"] for row in rows]).astype(np.float64)
     logprobs = np.concatenate([row.values["logprobs"] for row in rows]).astype(np.float64)
     assert record["perplexity"] == pytest.approx(math.exp(-(mask * logprobs).sum() / mask.sum()), rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------- with a teacher
+
+DIVERGENCES = {"kl": "forward_kl", "reverse": "reverse_kl, temperature: 2.0", "jsd": "jsd, beta: 0.3, weight: 0.0"}
+
+
+@pytest.fixture(scope="module")
+def pair(toy: ToyRun) -> tuple[Path, Path]:
+    """A student and a teacher of another depth and width."""
+    student = write_toy_teacher(toy.folder / "student", seed=3, hidden_size=32, num_hidden_layers=4)
+    return student, write_toy_teacher(toy.folder / "teacher")
+
+
+def divergences(student: Any, teacher: Any) -> dict[str, np.ndarray]:
+    """Of two rows of logits [positions, vocabulary], as their definitions say, in float64."""
+
+    def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+        exponentials = np.exp(logits.astype(np.float64) / temperature)
+        return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+    def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+        return (p * np.log(p / q)).sum(axis=1)
+
+    (p, q), (p2, q2) = ((softmax(teacher, t), softmax(student, t)) for t in (1.0, 2.0))
+    mixture = 0.3 * p + 0.7 * q
+    return {"kl": kl(p, q), "reverse": kl(q2, p2), "jsd": 0.3 * kl(p, mixture) + 0.7 * kl(q, mixture)}
+
+
+@pytest.mark.parametrize("layout", ["one process", "DP2", "TP2 SP", "PP2", "CP2"])
+def test_divergences_from_a_teacher(ranks, toy: ToyRun, pair: tuple[Path, Path], layout: str) -> None:
+    """Every divergence at every position, from transformers' logits; weight 0 is reported too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    student, teacher = pair
+    world_size, settings = LAYOUTS[layout]
+    folder = toy.folder / f"teacher {layout}".replace(" ", "_")
+    flags = flags_of(toy, folder, **settings, hf_path=student, random_init="false", teacher_path=teacher)
+    losses = [text for name, loss in DIVERGENCES.items() for text in (f"--losses.{name}", f"{{type: {loss}}}")]
+    assert set(ranks.run(world_size, evaluate, [*flags, *losses])) == {0}
+
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in pair]
+    rows = [row for row in TokenFile(folder / "out.parquet").rows() if row.set_name == "seven"]
+    sums, count = dict.fromkeys(DIVERGENCES, 0.0), 0
+    for row in rows:
+        with torch.no_grad():
+            logits = [model(torch.tensor(row.token_ids[None].astype(np.int64))).logits[0].numpy() for model in models]
+        mask = row.values["loss_mask"] != 0
+        count += mask.sum()
+        for name, expected in divergences(*logits).items():
+            np.testing.assert_allclose(row.values[name][:-1], expected[:-1], rtol=1e-4, atol=1e-5)
+            sums[name] += expected[mask].sum()
+    record = records_of(folder)["seven"]
+    for name, total in sums.items():
+        assert record[name] == pytest.approx(total / count, rel=1e-4)
+    assert record["loss"] == pytest.approx(record["lm_loss"] + record["kl"] + record["reverse"], rel=1e-5)
+    assert record["teacher_entropy"] > 0 and 0 <= record["teacher_agreement"] <= 1
 
 
 # --------------------------------------------------------------------------------------------- not finite

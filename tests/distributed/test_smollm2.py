@@ -1,5 +1,5 @@
-"""A real pretrained model from its GGUF file, on one rank, two pipeline stages and three tensor-parallel ranks: logits,
-loss on real rows, exported weights and tokenizer, against transformers reading the same file.
+"""A real pretrained model from its GGUF file: logits, exported weights and tokenizer, and under every kind of layout
+the loss and the log-probability of every token of real rows, against transformers reading the same file.
 """
 
 import json
@@ -18,6 +18,15 @@ LAYOUTS = {
     "TP1": (1, {}),
     "PP2": (2, {"pipeline_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 11}),
     "TP3": (3, {"tensor_model_parallel_size": 3}),
+}
+VPP = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}
+EVALUATED = {  # layouts, and whether rows are packed; 9 heads allow TP 3, 30 layers VPP 3
+    **{name: (*layout, False) for name, layout in LAYOUTS.items()},
+    "PP2 VPP3": (2, VPP, False),
+    "DP2": (2, {}, False),
+    "CP2": (2, {"context_parallel_size": 2}, False),
+    "PP2 packed": (*LAYOUTS["PP2"], True),
+    "CP2 packed": (2, {"context_parallel_size": 2}, True),
 }
 IDS = torch.randint(0, 49152, (2, 48), generator=torch.Generator().manual_seed(4))
 
@@ -55,14 +64,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def evaluate_on_ranks(config: Any) -> tuple[float, list[torch.Tensor]]:
-    """The loss of the configured evaluation set, through the data pipeline and the wrapper, and each row's logprobs."""
+def evaluate_on_ranks(config: Any) -> tuple[float, dict[int, torch.Tensor]]:
+    """The loss of the configured evaluation set, through the data pipeline and the wrapper, and by sample the logprobs
+    of this replica's."""
     from megatron_ext import platform
     from megatron_ext.data import load_run_data
     from megatron_ext.evaluation import Evaluator
     from megatron_ext.losses import LossHead, VocabShard
     from megatron_ext.model_wrapper import MegatronModelWrapper
     from megatron_ext.models import build_model, load_hf_config, load_initial_weights
+    from megatron_ext.outputs import StepMetrics
     from megatron_ext.parallel import create_context
 
     parallel = create_context(config, platform.setup("cpu"))
@@ -73,8 +84,12 @@ def evaluate_on_ranks(config: Any) -> tuple[float, list[torch.Tensor]]:
     head = LossHead.from_config(config, VocabShard(parallel.pg.tp, hf.vocab_size))
     wrapper = MegatronModelWrapper(chunks, config, losses=head, parallel=parallel)
     evaluator = Evaluator(data.evaluation, wrapper, config, parallel, pad_id=data.pad_id)
-    result = evaluator.run(return_per_token_outputs=True)["validation"]
-    return result.metrics["loss"], [output["logprobs"] for output in result.loss_fn_outputs]
+    metrics, logprobs = [], {}
+    for step in evaluator.steps("validation", return_per_token_outputs=True):
+        metrics.append(step.result.metrics)
+        outputs = zip(step.sample_ids, step.result.loss_fn_outputs, strict=True)
+        logprobs |= {sample_id: output["logprobs"] for sample_id, output in outputs}
+    return StepMetrics.combine(metrics)["loss"], logprobs
 
 
 def reference_logprobs(config: Any, model: Any) -> list[torch.Tensor]:
@@ -112,15 +127,15 @@ def test_import(ranks, reference: dict[str, Any], tmp_path: Path, layout: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVALUATED)
 def test_loss_on_real_rows(ranks, reference: dict[str, Any], layout: str) -> None:
-    world_size, parallel = LAYOUTS[layout]
+    world_size, parallel, packing = EVALUATED[layout]
     rows = str(reference["data"])
     config = make_config(
         reference["path"],
         parallel=parallel,
-        data={"train_data_path": rows, "valid_data_path": rows, "seq_length": 512},
-        evaluation={"eval_micro_batch_size": 4},
+        data={"train_data_path": rows, "valid_data_path": rows, "seq_length": 512, "packing": packing},
+        evaluation={"eval_micro_batch_size": 4 if not packing else 1},
     )
     answers = ranks.run(world_size, evaluate_on_ranks, config, timeout=300)
     losses = [loss for loss, _ in answers]
@@ -130,8 +145,11 @@ def test_loss_on_real_rows(ranks, reference: dict[str, Any], layout: str) -> Non
     assert losses == [losses[0]] * world_size
 
     expected = reference_logprobs(config, reference["model"])
+    assert {sample_id for _, found in answers for sample_id in found} == set(range(len(expected)))
+    largest = 0.0
     for _, found in answers:
-        assert [len(logprobs) for logprobs in found] == [len(logprobs) for logprobs in expected]
-        largest = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
-        assert largest <= 2e-3
+        for sample_id, logprobs in found.items():
+            assert len(logprobs) == len(expected[sample_id])
+            largest = max(largest, (logprobs - expected[sample_id]).abs().max().item())
+    assert largest <= 2e-3
     print(f"SmolLM2 {layout}: largest difference of a logprob to transformers {largest:.1e}")
