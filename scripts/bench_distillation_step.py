@@ -3,13 +3,13 @@
     python scripts/bench_distillation_step.py [--config examples/distill_smollm2.yaml] [--rounds 5] [--json FILE]
 
 One process, one rank with two threads, fp32; in each round a step with the teacher, one of the same student on the same
-samples with cross-entropy alone, and the teacher's pass over the same samples. The figure to quote is the median of
-step / (student + teacher) within a round; the losses against the teacher are in the step alone. Target: at most 1.1.
+samples with cross-entropy alone, and the teacher's pass over the same samples, as far as its last hidden states and
+with its logits. The figure to quote is the median of step / (student + teacher with logits) within a round; the losses
+against the teacher are in the step alone. Target: at most 1.1.
 """
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout that is not installed
 
-from bench_step import free_port
+from bench_report import spread
+from bench_step import free_port, join_ranks
 
 from megatron_ext.config import Config, load_config
 
@@ -43,29 +44,18 @@ def _seconds(call: Any) -> float:
 
 def measure(config: Config, alone: Config, rounds: int) -> dict[str, list[float]]:
     """Seconds of each kind by round."""
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    from megatron_ext import platform
-
-    chosen = platform.setup("cpu")
-    import torch
-
+    chosen = join_ranks(0, 1, free_port(), THREADS)
     from megatron_ext.data import TrainLoader
     from megatron_ext.parallel import parallel_session
     from megatron_ext.preparation import prepare
     from megatron_ext.trainer import Trainer
 
-    torch.set_num_threads(THREADS)
     parts, parts_alone = (prepare(each, world_size=1, makes_folders=False) for each in (config, alone))
-    seconds: dict[str, list[float]] = {"with teacher": [], "student": [], "teacher": []}
+    seconds: dict[str, list[float]] = {"with teacher": [], "student": [], "teacher": [], "its logits": []}
     with parallel_session(config, chosen) as parallel:
         both = Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher)
         student = Trainer(alone, parts_alone.hf, parts_alone.source, parts_alone.data, parallel)
+        teacher, hidden = both.wrapper.teacher, []
         # the same order of samples once more, for the teacher's pass
         loader = TrainLoader(
             parts_alone.data.train,
@@ -79,10 +69,12 @@ def measure(config: Config, alone: Config, rounds: int) -> dict[str, list[float]
         )
         for number in range(rounds + 1):
             rows = [Rows(batch.input_ids, batch.position_ids) for batch in loader.next_step()]
+            hidden.clear()
             found = {
                 "with teacher": _seconds(lambda: both.step(return_per_token_outputs=False)),
                 "student": _seconds(lambda: student.step(return_per_token_outputs=False)),
-                "teacher": _seconds(lambda rows=rows: both.wrapper.teacher.hidden_states(rows)),
+                "teacher": _seconds(lambda rows=rows: hidden.extend(teacher.hidden_states(rows))),
+                "its logits": _seconds(lambda: [part.flatten(0, 1) @ teacher.output_weight.t() for part in hidden]),
             }
             if number:  # the first is the warm-up
                 for kind, value in found.items():
@@ -107,16 +99,20 @@ def main() -> None:
         if path is None or not Path(path).exists():
             sys.exit(f"{path} is not there; `make distill` makes it")
     seconds = measure(config, alone, arguments.rounds)
-    ratios = [
-        step / (student + teacher)
-        for step, student, teacher in zip(seconds["with teacher"], seconds["student"], seconds["teacher"], strict=True)
-    ]
+    steps, students, teachers, products = seconds.values()
+    apart = {"student + teacher without logits": [0.0] * len(steps), "student + teacher": products}
+    ratios = {
+        what: [
+            step / (student + teacher + product)
+            for step, student, teacher, product in zip(steps, students, teachers, extra, strict=True)
+        ]
+        for what, extra in apart.items()
+    }
     for kind, values in seconds.items():
         print(f"{kind:14} {statistics.median(values):6.2f} s")
-    print(
-        f"step / (student + teacher): median {statistics.median(ratios):.3f}, "
-        f"from {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} rounds; target at most 1.1"
-    )
+    for what, values in ratios.items():
+        print(f"step / ({what}): {spread(values)}, {len(values)} rounds")
+    print("target: step / (student + teacher) at most 1.1")
     if arguments.json:
         arguments.json.write_text(json.dumps({"seconds": seconds, "ratios": ratios}, indent=1) + "\n", encoding="utf-8")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout that is not installed
 
-from bench_step import Contender, free_port, start
+from bench_step import Contender, free_port, start, trainer_on_rank
 
 from megatron_ext.config import Config, load_config
 
@@ -53,27 +53,9 @@ def list_outputs(fields: list[str], parallel: Any) -> Any:
 def run_rank(connection: Any, config: Config, rank: int, world_size: int, port: int) -> None:
     """One rank: does the step of the kind it is told, and answers with the loss, or with the bytes where counted."""
     try:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        from megatron_ext import platform
-
-        chosen = platform.setup("cpu")
-        import torch
         from traffic import Traffic
 
-        from megatron_ext.parallel import parallel_session
-        from megatron_ext.preparation import prepare
-        from megatron_ext.trainer import Trainer
-
-        torch.set_num_threads(1)
-        parts = prepare(config, world_size=world_size, makes_folders=False)
-        with parallel_session(config, chosen) as parallel:
-            trainer = Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher)
+        with trainer_on_rank(config, rank, world_size, port) as trainer:
             wrapper = trainer.wrapper
             open_gate = wrapper._open_gate
 
@@ -94,7 +76,7 @@ def run_rank(connection: Any, config: Config, rank: int, world_size: int, port: 
                 kind, is_counted = message
                 wrapper._open_gate = open_gate
                 if kind == "lists":
-                    wrapper._open_gate = lambda: list_outputs(wrapper.per_token_fields, parallel)
+                    wrapper._open_gate = lambda: list_outputs(wrapper.per_token_fields, trainer.parallel)
                 connection.send(count(kind) if is_counted else step(kind))
     except BaseException:
         connection.send(traceback.format_exc())

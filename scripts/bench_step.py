@@ -17,6 +17,8 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +36,41 @@ def _serve(connection: Any, step: Any) -> None:
         connection.send(step())
 
 
+def join_ranks(rank: int, world_size: int, port: int, threads: int) -> Any:
+    """Make this process one rank on this machine's CPUs; returns the chosen platform."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    from megatron_ext import platform
+
+    chosen = platform.setup("cpu")
+    import torch
+
+    torch.set_num_threads(threads)
+    return chosen
+
+
+@contextmanager
+def trainer_on_rank(config: Config, rank: int, world_size: int, port: int) -> Iterator[Any]:
+    """One rank's trainer of the configured run, with one thread."""
+    chosen = join_ranks(rank, world_size, port, threads=1)
+    from megatron_ext.parallel import parallel_session
+    from megatron_ext.preparation import prepare
+    from megatron_ext.trainer import Trainer
+
+    parts = prepare(config, world_size=world_size, makes_folders=False)
+    with parallel_session(config, chosen) as parallel:
+        yield Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher)
+
+
 def run_rank(connection: Any, config: Config, rank: int, world_size: int, port: int) -> None:
     """One rank of ours."""
     try:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        from megatron_ext import platform
-
-        chosen = platform.setup("cpu")
-        import torch
-
-        from megatron_ext.parallel import parallel_session
-        from megatron_ext.preparation import prepare
-        from megatron_ext.trainer import Trainer
-
-        torch.set_num_threads(1)
-        parts = prepare(config, world_size=world_size, makes_folders=False)
-        with parallel_session(config, chosen) as parallel:
-            trainer = Trainer(config, parts.hf, parts.source, parts.data, parallel, parts.teacher)
+        with trainer_on_rank(config, rank, world_size, port) as trainer:
             _serve(connection, lambda: trainer.step(return_per_token_outputs=False)[0].metrics["loss"])
     except BaseException:
         connection.send(traceback.format_exc())
