@@ -208,8 +208,14 @@ def compare_files(a: TokenFile, b: TokenFile, top: int) -> tuple[Comparison, boo
             shown = ", ".join(f"{name} sample {number}" for name, number in missing[:5])
             print(f"only in {file.path}: {len(missing)} sequences ({shown}{' ...' if len(missing) > 5 else ''})")
     with_reference = REFERENCE in (a.metadata.get("reference"), b.metadata.get("reference"))
+    alone: dict[Path, set[str]] = {a.path: set(), b.path: set()}
     for ours, theirs in zip(only(a, both), only(b, both), strict=True):
         comparison.add(ours, theirs, compared_names(ours, theirs, with_reference))
+        alone[a.path] |= ours.values.keys() - theirs.values.keys()
+        alone[b.path] |= theirs.values.keys() - ours.values.keys()
+    for path, names in alone.items():
+        if names:
+            print(f"not compared, as only {path} has them: {', '.join(sorted(names))}")
     return comparison, len(both) == len(keys_a) == len(keys_b)
 
 

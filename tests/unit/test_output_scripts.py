@@ -77,6 +77,18 @@ def test_other_sequences_and_other_tokens_are_named(tmp_path: Path) -> None:
     assert result.returncode == 1 and "validation sample 2 has other tokens" in result.stdout
 
 
+def test_values_that_one_file_has_are_named(tmp_path: Path) -> None:
+    row = make_row(0, [1.0, 2.0])
+    a, b = write(tmp_path / "a.parquet", [row]), tmp_path / "b.parquet"
+    with RowWriter(b, [*FIELDS, "z", "kl"], {}) as writer:
+        values = row.values | {"z": np.zeros(2), "kl": np.ones(2)}
+        writer.write(FileRow.of(row.set_name, row.sample_id, row.token_ids, row.labels, values))
+    result = run("compare_outputs.py", a, b, "--tolerance", 0)
+    assert result.returncode == 0, result.stderr
+    assert f"not compared, as only {b} has them: kl, z" in result.stdout
+    assert "not compared" not in run("compare_outputs.py", a, a).stdout
+
+
 def test_transformers_as_the_reference(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
