@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.losses import looking
 from megatron_ext.losses.logits import ChunkProducts, LogitTransform
 from megatron_ext.losses.statistics import row_blocks, rows_at_once
 from megatron_ext.losses.teacher import TeacherStatistics
@@ -114,12 +115,12 @@ class Measurement:
         """[rows] of a block's logits, LOWEST where none is finite.
 
         torch's fused pass gives log-probabilities; the logsumexp is what any logit has more than its log-probability:
-        on a CPU one of `columns`, unless it is too unlikely, and else the largest.
+        where one may look one of `columns`, unless it is too unlikely, and else the largest.
         """
         out = scratch.get(len(product), "student")
         is_ready = product.dtype == torch.float32 and self.transform.is_identity
         logits = product if is_ready else self.transform.apply(product, out=out)
-        looks = product.device.type == "cpu"  # which costs nothing there
+        looks = looking.is_free(product)
         known = logits.gather(1, columns[:, None]) if looks else logits.amax(dim=1, keepdim=True)
         torch.log_softmax(logits, dim=1, out=out)
         if looks:

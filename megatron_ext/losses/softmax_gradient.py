@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_ext.losses import looking
 from megatron_ext.losses.logits import ChunkProducts
 from megatron_ext.losses.measurement import Exponentials
 from megatron_ext.losses.statistics import TokenStatistics
@@ -93,8 +94,8 @@ def from_exponentials(
 
 
 def _can_be_taken_out(factor: torch.Tensor, others: list[torch.Tensor]) -> bool:
-    """On a CPU looking costs nothing, and saves a pass over the chunk; elsewhere it would wait for the device."""
-    if factor.device.type != "cpu" or not len(factor):
+    """Saves a pass over the chunk."""
+    if not looking.is_free(factor) or not len(factor):
         return False
     smallest = factor.abs().min().item()
     return smallest > _SMALLEST_FACTOR and all(part.abs().max() < smallest * _LARGEST_RATIO for part in others)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.losses import looking
 from megatron_ext.losses.logits import LogitTransform
 from megatron_ext.losses.vocab_parallel import LOWEST
 
@@ -111,8 +112,8 @@ class TeacherStatistics:
         maximum = maximum.clamp_(min=LOWEST)  # as the student's
         row["teacher_maximum"].copy_(maximum)
         teacher.sub_(maximum[:, None])
-        # for 0 * -inf; on a CPU it costs less to look whether there was one
-        looks = teacher.device.type == "cpu" and not self.entropy and not self.reverse
+        # for 0 * -inf; it costs less to look whether there was one
+        looks = looking.is_free(teacher) and not self.entropy and not self.reverse
         if not looks:
             teacher.clamp_(min=_NO_LOGIT)
         for t in self.temperatures:

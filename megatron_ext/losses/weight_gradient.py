@@ -2,6 +2,8 @@
 
 import torch
 
+from megatron_ext.losses import looking
+
 # Rows of the weight to multiply at once where the product has a 16-bit type, so that it is added from a cache.
 _ROWS_AT_ONCE = {"cpu": 1024}
 _ROWS_AT_ONCE_ELSEWHERE = 16384
@@ -73,8 +75,8 @@ class WeightGradient:
         weight, total = self._weight, self._sum if self._short is None else self._short
         if total is None:  # no token at all
             total = torch.zeros_like(weight)
-        # on a CPU it costs nothing to look, and saves a pass over the gradient
-        if factor is not None and not (factor.device.type == "cpu" and factor == 1):
+        # looking saves a pass over the gradient
+        if factor is not None and not (looking.is_free(factor) and factor == 1):
             total = total.mul_(factor) if total.dtype == torch.float32 else total.float().mul_(factor)
         main_grad = getattr(weight, "main_grad", None)
         if weight.dtype == torch.float32 or main_grad is None:

@@ -28,10 +28,17 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 
 def count_traffic(config, forward_only: bool) -> list[dict[str, Any]]:
-    """Of a step with the gate closed, of one with it open, and of a closed one with half the micro-batches."""
+    """Of a step with the gate closed, of one with it open, and of a closed one with half the micro-batches.
+
+    As on a device: the loss head must not look at values that are still being computed.
+    """
+    from megatron_ext.losses import looking
     from megatron_ext.platform import attention
 
-    with mock.patch.object(attention, "causal_lower_right", plain_mask):
+    with (
+        mock.patch.object(attention, "causal_lower_right", plain_mask),
+        mock.patch.object(looking, "is_free", lambda _: False),
+    ):
         return _count_traffic(Run(config), forward_only)
 
 
