@@ -46,7 +46,7 @@ class ChunkKernel:
         self.transform = transform
         self.teacher_transform = teacher_transform or LogitTransform()
         wanted = {name for loss in self.losses for name in loss.statistics}
-        self._measurement = Measurement(wanted, shard, width, self.transform, self.teacher_transform)
+        self._measurement = Measurement(wanted, shard, width)
         self.num_columns = self._measurement.num_columns
         self.num_partials = len(self._measurement.partials)
         self.values_need_logits = "logits" in wanted

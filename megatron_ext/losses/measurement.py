@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.losses import looking
-from megatron_ext.losses.logits import ChunkProducts, LogitTransform
+from megatron_ext.losses.logits import ChunkProducts
 from megatron_ext.losses.statistics import row_blocks, rows_at_once
 from megatron_ext.losses.teacher import TeacherStatistics
 from megatron_ext.losses.vocab_parallel import LOWEST, VocabShard
@@ -58,24 +58,13 @@ class Measurement:
         wanted: names of the statistics to measure, see TokenStatistics and TeacherStatistics.
         shard: where this rank's columns lie.
         width: columns of each rank, padding included.
-        transform: from the matrix product to logits.
-        teacher_transform: the same for the teacher's.
     """
 
-    def __init__(
-        self,
-        wanted: Iterable[str],
-        shard: VocabShard,
-        width: int,
-        transform: LogitTransform,
-        teacher_transform: LogitTransform,
-    ) -> None:
+    def __init__(self, wanted: Iterable[str], shard: VocabShard, width: int) -> None:
         wanted = set(wanted)
         self.shard = shard
         self.width = width
         self.num_columns = shard.num_local_columns(width)
-        self.transform = transform
-        self.teacher_transform = teacher_transform
         self.teacher = TeacherStatistics(wanted)
         besides = [partial for statistic, partial in _BESIDES.items() if statistic in wanted]
         of_teacher = self.teacher.partials
@@ -97,7 +86,7 @@ class Measurement:
                 row[name].fill_(LOWEST)
             return partials
         local, held = self.shard.locate(labels, self.width)
-        picked = self.transform.apply(product.gather(1, local[:, None]).squeeze(1))
+        picked = chunk.transform.apply(product.gather(1, local[:, None]).squeeze(1))
         row.pop("label_logits").copy_(torch.where(held, picked, 0.0))
         only_softmax = self.partials == _ALWAYS and not leave_exponentials
         step = rows_at_once(product, times=8 if only_softmax else 1)
@@ -105,21 +94,23 @@ class Measurement:
             for rows in row_blocks(product, step):
                 part = {name: values[rows] for name, values in row.items()}
                 if only_softmax:
-                    part["maximum"].copy_(self._logsumexp(product[rows], local[rows], scratch))
+                    part["maximum"].copy_(self._logsumexp(chunk.rows(rows), local[rows], scratch))
                     part["denominator"].fill_(1.0)
                 else:
                     self._measure_block(chunk.rows(rows), part, scratch, leave_exponentials=leave_exponentials)
         return partials
 
-    def _logsumexp(self, product: torch.Tensor, columns: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+    @staticmethod
+    def _logsumexp(chunk: ChunkProducts, columns: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
         """[rows] of a block's logits, LOWEST where none is finite.
 
         torch's fused pass gives log-probabilities; the logsumexp is what any logit has more than its log-probability:
         where one may look one of `columns`, unless it is too unlikely, and else the largest.
         """
+        product, transform = chunk.student, chunk.transform
         out = scratch.get(len(product), "student")
-        is_ready = product.dtype == torch.float32 and self.transform.is_identity
-        logits = product if is_ready else self.transform.apply(product, out=out)
+        is_ready = product.dtype == torch.float32 and transform.is_identity
+        logits = product if is_ready else transform.apply(product, out=out)
         looks = looking.is_free(product)
         known = logits.gather(1, columns[:, None]) if looks else logits.amax(dim=1, keepdim=True)
         torch.log_softmax(logits, dim=1, out=out)
@@ -127,7 +118,7 @@ class Measurement:
             log_probabilities = out.gather(1, columns[:, None])
             if (log_probabilities > _LIKELY).all():
                 return (known - log_probabilities).squeeze(1)
-            known = self.transform.apply(product).amax(dim=1, keepdim=True)
+            known = transform.apply(product).amax(dim=1, keepdim=True)
         logsumexp = known - out.amax(dim=1, keepdim=True)
         return torch.where(known == -torch.inf, LOWEST, logsumexp).squeeze(1)
 
@@ -142,7 +133,8 @@ class Measurement:
         """
         in_place = leave_exponentials and chunk.student.dtype == torch.float32
         num_rows = len(chunk.student)
-        block = self.transform.apply(chunk.student, out=chunk.student if in_place else scratch.get(num_rows, "student"))
+        out = chunk.student if in_place else scratch.get(num_rows, "student")
+        block = chunk.transform.apply(chunk.student, out=out)
         if "sum_logits" in row:
             torch.sum(block, dim=1, out=row["sum_logits"])
         if "argmax" in row:  # on a CPU .argmax takes fifty times as long as .max, and .max thrice as long as .amax
@@ -155,10 +147,12 @@ class Measurement:
         maximum.clamp_(min=LOWEST)
         block.sub_(maximum[:, None])
         if self._compares:
-            assert chunk.teacher is not None, "a loss that compares with a teacher was given none"
+            assert chunk.teacher is not None and chunk.teacher_transform is not None, (
+                "a loss that compares with a teacher was given none"
+            )
             in_place_too = leave_exponentials and chunk.teacher.dtype == torch.float32
             out = chunk.teacher if in_place_too else scratch.get(num_rows, "teacher")
-            teacher = self.teacher_transform.apply(chunk.teacher, out=out)
+            teacher = chunk.teacher_transform.apply(chunk.teacher, out=out)
             self.teacher.measure(block, teacher, row, lambda name: scratch.get(num_rows, name))
         if "weighted_logits" in row:
             # the lower limit keeps a logit of -inf from making 0 * inf
